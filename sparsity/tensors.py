@@ -36,8 +36,8 @@ class BlockBits(NamedTuple):
 class IndexBase:
     """Where a local problem lies in a global one, so that mods see global coordinates (context parallelism).
 
-    Mods get `b + b_off`, `h + h_off`, `i + q_base[i // q_block]`, `j + kv_base[j // kv_block]`; the block sizes are those
-    of the block mask, or `block_size` when there is none.
+    Mods get `b + b_off`, `h + h_off`, `i + q_base[i // q_block]`, `j + kv_base[j // kv_block]`; the block sizes are
+    those of the block mask, or `block_size` when there is none.
     """
 
     b_off: int = 0

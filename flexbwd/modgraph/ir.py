@@ -6,7 +6,8 @@ A mod is a function of one score element; its graph is a DAG of `Node`s over the
 
 Types: `F` (fp32; fp64 where query is fp64), `I32`, `I64`, `BOOL`. Operands of arithmetic and comparisons have one
 type: `Builder.arith` and `Builder.compare` insert the casts torch's promotion asks for. Meaning is torch's throughout:
-`fdiv` and `mod` round to minus infinity, `tdiv` and `fmod` truncate, `max`/`min` propagate NaN, `round` is half-to-even.
+`fdiv` and `mod` round to minus infinity, `tdiv` and `fmod` truncate, `max`/`min` propagate NaN, `round` is
+half-to-even.
 """
 
 from __future__ import annotations

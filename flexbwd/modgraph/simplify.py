@@ -1,8 +1,8 @@
 """Local rewrites applied to each node as it is built.
 
 Only what property detection needs: constants fold, identities vanish, `where`s on one condition merge and products
-sink into them, so that a Jacobian that is structurally 1, constant or independent of the score also *looks* so. `x·0` becomes 0
-although x may be NaN or inf: a derivative that is structurally zero carries nothing.
+sink into them, so that a Jacobian that is structurally 1, constant or independent of the score also *looks* so. `x·0`
+becomes 0 although x may be NaN or inf: a derivative that is structurally zero carries nothing.
 """
 
 from __future__ import annotations
@@ -241,6 +241,7 @@ def _rounding(build: Builder, x: Node) -> Node | None:
 
 _RULES: dict[str, Callable[..., Node | None]] = {
     "add": _add, "sub": _sub, "mul": _mul, "div": _div, "fdiv": _floor_div, "tdiv": _floor_div, "mod": _mod,
-    "fmod": _mod, "shl": _shift, "shr": _shift, "pow": _pow, "and": _and, "or": _or, "max": _same, "min": _same, "where": _where,
-    "not": _not, "neg": _neg, "floor": _rounding, "ceil": _rounding, "trunc": _rounding, "round": _rounding,
+    "fmod": _mod, "shl": _shift, "shr": _shift, "pow": _pow, "and": _and, "or": _or, "max": _same, "min": _same,
+    "where": _where, "not": _not, "neg": _neg, "floor": _rounding, "ceil": _rounding, "trunc": _rounding,
+    "round": _rounding,
 }  # fmt: skip
