@@ -1,0 +1,70 @@
+"""Problem: the shapes, dtypes and scale of one attention call, derived once, and the layout of its outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of `query [B, Hq, Sq, D]`, `key [B, Hkv, Skv, D]`, `value [B, Hkv, Skv, Dv]`."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Problem:
+        """Read the sizes off validated tensors; `scale=None` means 1/sqrt(D)."""
+        batch, q_heads, q_len, head_dim = query.shape
+        _, kv_heads, kv_len, value_dim = value.shape
+        if scale is None:
+            scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+        return cls(batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim, query.dtype, query.device, scale)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.q_heads // self.kv_heads if self.kv_heads else 1
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of LSE, delta and everything inside mods: fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """A dense uninitialised tensor of `shape` whose dimensions are nested in memory as those of `like`.
+
+    The last dimension is always innermost. A `like` with an expanded (stride 0) dimension gives a contiguous result.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    order = _memory_order(like)
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step = step * max(shape[dim], 1)
+    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device=like.device)
+
+
+def _memory_order(like: Tensor) -> list[int]:
+    """Dimensions of `like`, outermost first; dimensions of size 1 stay where they stand."""
+    dims = range(like.dim() - 1)
+    sized = [d for d in dims if like.shape[d] != 1]
+    if any(like.stride(d) == 0 for d in sized):
+        return list(range(like.dim()))
+    by_stride = iter(sorted(sized, key=lambda d: -like.stride(d)))
+    return [next(by_stride) if d in sized else d for d in dims] + [like.dim() - 1]
