@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from flexbwd.errors import ConfigError
 from flexbwd.modgraph.modplan import ModPlan
 from flexbwd.sparsity.tensors import BlockBits, BlockSparseTensors, IndexBase
 
@@ -61,3 +66,42 @@ class Gradients:
     key: Tensor | None = None
     value: Tensor | None = None
     captures: list[Tensor | None] = field(default_factory=list)
+
+
+# -- registry: operators name a plan by a number ----------------------------------------------------------------------
+_alive: WeakValueDictionary[int, Plan] = WeakValueDictionary()
+_recent: OrderedDict[int, Plan] = OrderedDict()
+_pinned: dict[int, Plan] = {}
+_RECENT = 1024
+_lock = threading.Lock()
+
+
+def plan_id(plan: Plan) -> int:
+    """A number made of the plan's content, so that a graph cached on disk can never mean another plan."""
+    parts = [(f.name, p.hash if isinstance(p := getattr(plan, f.name), ModPlan) else p) for f in fields(plan)]
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def register(plan: Plan, *, pin: bool = False) -> int:
+    """Make `plan` findable by its id while in use; `pin` keeps it for the life of the process (compiled graphs)."""
+    number = plan_id(plan)
+    with _lock:
+        plan = _alive.setdefault(number, plan)
+        _recent[number] = plan
+        _recent.move_to_end(number)
+        if len(_recent) > _RECENT:
+            _recent.popitem(last=False)
+        if pin:
+            _pinned[number] = plan
+    return number
+
+
+def lookup(number: int) -> Plan:
+    """The plan registered under `number`."""
+    plan = _alive.get(number)
+    if plan is None:
+        raise ConfigError(
+            f"plan={number} is not registered in this process; call flexbwd.flex_attention rather than the operator, "
+            "or recompile the graph that holds it"
+        )
+    return plan

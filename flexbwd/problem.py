@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     scale: float
+    abstract: bool = False  # fake, functional or meta tensors: values cannot be looked at
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Problem:
@@ -32,7 +35,9 @@ class Problem:
         _, kv_heads, kv_len, value_dim = value.shape
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-        return cls(batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim, query.dtype, query.device, scale)
+        abstract = query.is_meta or isinstance(query, (FakeTensor, FunctionalTensor))
+        sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim)
+        return cls(*sizes, query.dtype, query.device, scale, abstract)
 
     @property
     def group(self) -> int:

@@ -162,7 +162,8 @@ def index_base(base: IndexBase | None, q_len: int, kv_len: int, block_size: tupl
         if not isinstance(t, Tensor) or t.dtype != torch.int32 or tuple(t.shape) != (rows,):
             got = f"{t.dtype} {_shape(t)}" if isinstance(t, Tensor) else _type_name(t)
             raise MaskError(
-                f"index_base.{name} is {got}; it must be int32 [{rows}], one per block of {granule} of {length} positions"
+                f"index_base.{name} is {got}; it must be int32 [{rows}], one per block of {granule} "
+                f"of {length} positions"
             )
 
 

@@ -1,0 +1,167 @@
+"""flex_attention: validate, plan, call the operator. Nothing but the order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+from flexbwd import ops, validate
+from flexbwd.errors import OptionError
+from flexbwd.planning import Mods, Numerics, block_size_of, choose_mask, prepare
+from flexbwd.problem import Problem
+from flexbwd.sparsity import BlockMask
+from flexbwd.sparsity.tensors import IndexBase
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool | None = None,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    score_mod_bwd: Callable[..., Tensor] | None = None,
+    mask_mod: MaskMod | Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+    deterministic: bool | None = None,
+    layout: str = "bhsd",
+    backend: str = "auto",
+    precision: str = "fast",
+    index_base: IndexBase | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention with a programmable score and mask; only listed blocks are computed.
+
+        s = scale · <q_i, k_j>;   s' = score_mod(s, b, h, i, j);   out_i = Σ_kept softmax(s')_ij · v_j
+
+    Call-compatible with `torch.nn.attention.flex_attention.flex_attention`.
+
+    Args:
+        query: `[B, Hq, Sq, D]`; key: `[B, Hkv, Skv, D]`; value: `[B, Hkv, Skv, Dv]`. fp16, bf16, fp32 or fp64. Hq is a
+            multiple of Hkv. key and value may have batch 1, then shared. `layout="bshd"` swaps heads and length.
+        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, all scalar tensors. Its captured tensors get gradients.
+        block_mask: a flexbwd or torch BlockMask: which blocks are walked, and the mask_mod inside partial ones.
+        scale: multiplies <q, k> before score_mod; None means 1/sqrt(D).
+        enable_gqa: None infers grouped heads from the shapes; False refuses them.
+        return_lse: also return the natural-log LSE `[B, Hq, Sq]`, fp32 (fp64 for fp64), differentiable.
+        kernel_options: `{"cpu_tile_elements": int}` bounds the scores the CPU backend holds at a time.
+        score_mod_bwd: `(grad, score, b, h, q_idx, kv_idx) -> d score`, used instead of the derived derivative.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, or a bool tensor broadcastable to `[B, Hq, Sq, Skv]`. Enough by
+            itself: the block mask is built and cached. With block_mask, the mask of its partial blocks.
+        return_aux: `AuxRequest(lse=..., max_scores=...)`; the second result is then an `AuxOutput`.
+        deterministic: True demands bitwise equal runs. The CPU backend always is.
+        backend: "auto" or "cpu". precision: "fast" or "accurate" forms inside mods; the CPU backend is always accurate.
+        index_base: where this call lies in a larger problem, so that mods see global coordinates.
+
+    Returns:
+        `[B, Hq, Sq, Dv]` in query's dtype and memory order; rows that keep nothing are 0, with lse = -inf. With
+        return_lse `(out, lse)`; with return_aux `(out, AuxOutput)`.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, MaskError, OptionError, UnsupportedError, ModError: see `flexbwd.errors`.
+    """
+    aux = validate.aux_request(return_lse, return_aux)
+    options = Options(
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        kernel_options,
+        score_mod_bwd,
+        mask_mod,
+        deterministic,
+        layout,
+        backend,
+        precision,
+        index_base,
+    )
+    query, key, value, captures, static = _prepare(query, key, value, options)
+    out, lse, max_scores = torch.ops.flexbwd.forward(query, key, value, captures, *static, aux.max_scores)
+    if layout == "bshd":
+        out = out.transpose(1, 2)
+    if return_aux is not None:
+        return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
+    return (out, lse) if return_lse else out
+
+
+def warmup(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
+    """Prepare everything `flex_attention(query, key, value, **options)` will need, without computing attention.
+
+    Mods are traced and joined into a plan, and block lists are built, so that the first real call pays for the
+    mathematics only. The values of q, k, v do not matter. Raises what `flex_attention` would.
+    """
+    unknown = sorted(set(options) - set(Options._fields))
+    if unknown:
+        raise OptionError(f"warmup got unknown options {unknown}; known are {', '.join(Options._fields)}")
+    _prepare(query, key, value, Options(**options))
+
+
+class Options(NamedTuple):
+    """The arguments of flex_attention that shape its plan."""
+
+    score_mod: ScoreMod | None = None
+    block_mask: BlockMask | None = None
+    scale: float | None = None
+    enable_gqa: bool | None = None
+    kernel_options: Mapping[str, Any] | None = None
+    score_mod_bwd: Callable[..., Tensor] | None = None
+    mask_mod: MaskMod | Tensor | None = None
+    deterministic: bool | None = None
+    layout: str = "bhsd"
+    backend: str = "auto"
+    precision: str = "fast"
+    index_base: IndexBase | None = None
+
+
+def _prepare(
+    query: Tensor, key: Tensor, value: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], ops.Static]:
+    """Validate, plan, and gather what the operator takes."""
+    o = options
+    _check_options(o)
+    query, key, value = _checked(query, key, value, o.layout, o.enable_gqa)
+    validate.backend(o.backend, query.device)
+    problem = Problem.of(query, key, value, o.scale)
+    mask, chosen = choose_mask(o.mask_mod, o.block_mask, problem)
+    validate.index_base(o.index_base, problem.q_len, problem.kv_len, block_size_of(chosen, o.index_base))
+    numerics = Numerics(o.precision, validate.kernel_options(o.kernel_options))
+    prepared = prepare(Mods(o.score_mod, o.score_mod_bwd, mask, chosen), problem, numerics, o.index_base)
+    static = ops.Static.of(prepared.blocks, o.index_base, prepared.plan_id, problem.scale)
+    return query, key, value, list(prepared.captures), static
+
+
+def _check_options(o: Options) -> None:
+    validate.flag("deterministic", o.deterministic)
+    validate.choice("layout", o.layout, validate.LAYOUTS)
+    validate.choice("precision", o.precision, validate.PRECISIONS)
+    validate.scale(o.scale)
+    validate.mods(o.score_mod, o.score_mod_bwd, None if isinstance(o.mask_mod, Tensor) else o.mask_mod)
+
+
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as BHSD views of one dtype, autocast applied, key and value expanded over the batch."""
+    validate.tensors(query=query, key=key, value=value)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
+    if layout == "bshd":
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if key.shape[0] == 1 and query.shape[0] > 1:
+        key, value = (t.expand(query.shape[0], *t.shape[1:]) for t in (key, value))
+    validate.shapes(query, key, value)
+    validate.heads(query.shape[1], key.shape[1], enable_gqa)
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    return query, key, value

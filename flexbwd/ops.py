@@ -1,0 +1,196 @@
+"""The torch operators `flexbwd::forward` and `flexbwd::backward`: schemas, CPU and fake kernels, autograd.
+
+Callables cannot be operator arguments, so the operators take a registered plan id and plain tensors. The autograd
+kernel calls the operators below the Autograd key, so every dispatch mode (fake tensors, functionalization, selective
+checkpointing, `torch.compile`) sees each of them as one opaque call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexbwd import cpu
+from flexbwd.errors import UnsupportedError
+from flexbwd.plan import BlockLists, Needs, Operands, lookup
+from flexbwd.problem import empty_like_order, stat_dtype
+from flexbwd.sparsity.tensors import BlockBits, BlockSparseTensors, IndexBase
+
+_lib = torch.library.Library("flexbwd", "DEF")
+_STATIC = "Tensor?[] blocks, Tensor?[] base, int[] offsets, int plan, float scale"
+_lib.define(
+    f"forward(Tensor query, Tensor key, Tensor value, Tensor[] captures, {_STATIC}, bool want_max)"
+    " -> (Tensor out, Tensor lse, Tensor max_scores)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    "backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,"
+    f" Tensor[] captures, {_STATIC}, bool[] needs) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class Static(NamedTuple):
+    """The operands that carry no gradient, as the operators take them."""
+
+    blocks: list[Tensor | None]  # BlockLists flattened, or []
+    base: list[Tensor | None]  # [q_base, kv_base], or []
+    offsets: list[int]  # [b_off, h_off]
+    plan: int
+    scale: float
+
+    @classmethod
+    def of(cls, lists: BlockLists | None, base: IndexBase | None, plan: int, scale: float) -> Static:
+        """Flatten the groups; [] for lists when every block is kept, and for base when coordinates are local."""
+        blocks: list[Tensor | None] = []
+        if lists is not None:
+            blocks = [*lists.q_to_kv, *lists.kv_to_q, *(lists.bits or ())]
+        offsets = [0, 0] if base is None else [base.b_off, base.h_off]
+        bases = [] if base is None else [base.q_base, base.kv_base]
+        return cls(blocks, bases, offsets, plan, float(scale))
+
+
+def _unflatten_blocks(flat: Sequence[Tensor | None]) -> BlockLists | None:
+    if not flat:
+        return None
+    bits = BlockBits(*flat[8:11]) if len(flat) == 11 else None  # type: ignore[arg-type]
+    return BlockLists(BlockSparseTensors(*flat[0:4]), BlockSparseTensors(*flat[4:8]), bits)  # type: ignore[arg-type]
+
+
+def _operands(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], static: Static) -> Operands:
+    plan = lookup(static.plan)
+    base = None
+    if static.base:
+        base = IndexBase(*static.offsets, *static.base, block_size=plan.block_size)
+    blocks = _unflatten_blocks(static.blocks)
+    return Operands(query, key, value, tuple(captures), blocks, base, static.scale, plan)
+
+
+# -- CPU kernels -------------------------------------------------------------------------------------------------------
+def _forward_cpu(
+    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], *static_and_max: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *static, want_max = static_and_max
+    out, lse, max_scores = cpu.forward(_operands(query, key, value, captures, Static(*static)), want_max)
+    return out, lse, lse.new_empty(0) if max_scores is None else max_scores
+
+
+def _backward_cpu(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    captures: Sequence[Tensor],
+    *static_and_needs: Any,
+) -> list[Tensor]:
+    *static, needs = static_and_needs
+    op = _operands(query, key, value, captures, Static(*static))
+    wanted = Needs(*needs[:3], captures=tuple(needs[3:]))
+    grads = cpu.backward(op, out, lse, grad_out, grad_lse, wanted)
+    found = [grads.query, grads.key, grads.value, *grads.captures]
+    return [g for g, need in zip(found, needs, strict=True) if need]  # type: ignore[misc]
+
+
+# -- fake kernels ------------------------------------------------------------------------------------------------------
+def _forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], *static_and_max: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    want_max = static_and_max[-1]
+    out = empty_like_order(query, (*query.shape[:3], value.shape[3]))
+    lse = query.new_empty(query.shape[:3], dtype=stat_dtype(query.dtype))
+    return out, lse, torch.empty_like(lse) if want_max else lse.new_empty(0)
+
+
+def _backward_fake(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    captures: Sequence[Tensor],
+    *static_and_needs: Any,
+) -> list[Tensor]:
+    needs = static_and_needs[-1]
+    grads = [empty_like_order(t, t.shape) for t in (query, key, value)]
+    grads += [torch.empty_like(c, memory_format=torch.contiguous_format) for c in captures]
+    return [g for g, need in zip(grads, needs, strict=True) if need]
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+class _Attention(torch.autograd.Function):
+    """forward and backward operators joined; lists of tensors are spread so that autograd sees each capture."""
+
+    @staticmethod
+    def forward(ctx: Any, static: Static, want_max: bool, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, *captures = tensors
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, max_scores = torch.ops.flexbwd.forward(query, key, value, captures, *static, want_max)
+        ctx.save_for_backward(*tensors, out, lse, *(t for t in (*static.blocks, *static.base) if t is not None))
+        ctx.static = static
+        ctx.plan = lookup(static.plan)  # keeps it registered until the backward has run
+        ctx.mark_non_differentiable(max_scores)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_scores
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
+        needs = list(ctx.needs_input_grad[2:])
+        count = len(needs)
+        tensors, (out, lse), rest = ctx.saved_tensors[:count], ctx.saved_tensors[count : count + 2], ctx.saved_tensors
+        rest = iter(rest[count + 2 :])
+        blocks, base = ([None if t is None else next(rest) for t in ts] for ts in ctx.static[:2])
+        static = ctx.static._replace(blocks=blocks, base=base)
+        if grad_out is None and grad_lse is None:
+            return (None,) * (count + 2)
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        query, key, value, *captures = tensors
+        grads = iter(
+            torch.ops.flexbwd.backward(grad_out, grad_lse, query, key, value, out, lse, captures, *static, needs)
+        )
+        return (None, None, *(next(grads) if need else None for need in needs))
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """The backward operator as a differentiable call, so that a second backward meets our error."""
+
+    @staticmethod
+    def forward(ctx: Any, spread: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.flexbwd.backward(*spread(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UnsupportedError(
+            "flex_attention was differentiated twice; only first derivatives exist: compute the second with "
+            "flexbwd.reference.attention_reference, or detach the first gradient"
+        )
+
+
+def _forward_autograd(
+    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], *static_and_max: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *static, want_max = static_and_max
+    return _Attention.apply(Static(*static), want_max, query, key, value, *captures)  # type: ignore[no-any-return]
+
+
+def _backward_autograd(*args: Any) -> list[Tensor]:
+    first, captures, last = args[:7], args[7], args[8:]
+    return list(_FirstOrderOnly.apply(lambda t: (*t[:7], list(t[7:]), *last), *first, *captures))
+
+
+for _name, _cpu, _fake, _autograd in (
+    ("forward", _forward_cpu, _forward_fake, _forward_autograd),
+    ("backward", _backward_cpu, _backward_fake, _backward_autograd),
+):
+    _lib.impl(_name, _cpu, "CPU")
+    _lib.impl(_name, _autograd, "Autograd")
+    torch.library.register_fake(f"flexbwd::{_name}", _fake, lib=_lib)

@@ -1,0 +1,241 @@
+"""From a user's callables to a registered Plan, its captured tensors and its block lists, with the caches between.
+
+Nothing here is ever stale: a trace is found by the callable's fingerprint, a plan by the traces it joins, and built
+block lists by the *contents* of the tensors the mask reads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+from flexbwd import sparsity
+from flexbwd.errors import MaskError, ModDataDependentError, ModShapeError, ModUnsupportedOpError
+from flexbwd.mask_ops import build, traced_lists
+from flexbwd.modgraph.frontend import ModKind, TracedMod, trace, warn_narrowing
+from flexbwd.modgraph.ir import topological
+from flexbwd.modgraph.plan_mods import build_mod_plan
+from flexbwd.plan import BlockLists, Plan, lookup, register
+from flexbwd.problem import Problem, stat_dtype
+from flexbwd.sparsity.tensors import IndexBase
+
+UNTRACEABLE = (ModDataDependentError, ModShapeError, ModUnsupportedOpError)  # a mask that raises these is tabulated
+
+
+@dataclass(frozen=True)
+class Mods:
+    """The user's callables of one call, checked."""
+
+    score_mod: Callable[..., Tensor] | None = None
+    score_mod_bwd: Callable[..., Tensor] | None = None
+    mask_mod: Callable[..., Tensor] | None = None
+    block_mask: sparsity.BlockMask | None = None
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Options that become part of the plan."""
+
+    precision: str = "fast"
+    tile_elements: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Linked:
+    """A plan joined from traced mods, in both uses."""
+
+    plan: Plan
+    id: int
+    building: (
+        Plan | None
+    )  # when the lists are built from the mods: score_keep joined to mask; None when there is no mask
+    building_id: int
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What the operators need beside q, k, v and scale."""
+
+    plan_id: int
+    captures: tuple[Tensor, ...]
+    blocks: BlockLists | None
+
+
+def choose_mask(mask_mod: Any, block_mask: Any, problem: Problem) -> tuple[Any, sparsity.BlockMask | None]:
+    """The mask_mod to trace and the BlockMask to walk, from the two arguments a user may give."""
+    if isinstance(mask_mod, Tensor):
+        if block_mask is not None:
+            raise MaskError(
+                "mask_mod is a tensor and block_mask is given too; pass create_block_mask(tensor, ...) alone"
+            )
+        block_mask, mask_mod = tabulated(mask_mod, problem), None
+    if block_mask is None:
+        return mask_mod, None
+    if isinstance(block_mask, TorchBlockMask):
+        block_mask = sparsity.from_torch_cached(block_mask)
+    if not isinstance(block_mask, sparsity.BlockMask):
+        raise MaskError(
+            f"block_mask is a {type(block_mask).__name__}; pass a flexbwd or torch BlockMask, or give a function or a "
+            "bool tensor as mask_mod"
+        )
+    sparsity.validate_for(block_mask, problem.batch, problem.q_heads, problem.q_len, problem.kv_len, problem.device)
+    own = block_mask.mask_mod
+    if mask_mod is not None and (block_mask.bits is not None or (own is not None and own is not mask_mod)):
+        raise MaskError(
+            "mask_mod is given and block_mask has a mask of its own; join them with flexbwd.and_masks before "
+            "create_block_mask, or pass only one"
+        )
+    return (own if mask_mod is None else mask_mod), block_mask
+
+
+def tabulated(mask: Any, problem: Problem) -> sparsity.BlockMask:
+    """The block mask of a dense bool tensor or of a callable that cannot be traced."""
+    p = problem
+    return sparsity.create_block_mask(mask, p.batch, p.q_heads, p.q_len, p.kv_len, device=p.device)
+
+
+def prepare(mods: Mods, problem: Problem, numerics: Numerics, base: IndexBase | None) -> Prepared:
+    """Trace (or find) every mod, join them, run their prologues and find or build the block lists."""
+    try:
+        traced, captures = trace_all(mods, problem)
+    except UNTRACEABLE:
+        if mods.mask_mod is None or mods.block_mask is not None:
+            raise
+        trace_all(replace(mods, mask_mod=None), problem)  # raises if it is a score mod that cannot be traced
+        mods = replace(mods, mask_mod=None, block_mask=tabulated(mods.mask_mod, problem))
+        traced, captures = trace_all(mods, problem)
+    block_size = block_size_of(mods.block_mask, base)
+    linked = link(traced, block_size, numerics)
+    if mods.block_mask is not None:
+        lists = BlockLists(mods.block_mask.q_to_kv, mods.block_mask.kv_to_q, mods.block_mask.bits)
+        return Prepared(linked.id, captures, lists)
+    if linked.building is None:
+        return Prepared(linked.id, captures, None)
+    blocks = _built.find_or_build(linked, captures, problem, base)
+    return Prepared(linked.building_id, captures, blocks)
+
+
+def trace_all(mods: Mods, problem: Problem) -> tuple[tuple[TracedMod | None, ...], tuple[Tensor, ...]]:
+    """The traces of score_mod, score_mod_bwd, mask_mod, and all their captured tensors by load slot."""
+    tabulated_mask = mods.block_mask is not None and mods.block_mask.bits is not None
+    kinds = (ModKind.SCORE, ModKind.SCORE_BWD, ModKind.MASK)
+    given = (mods.score_mod, mods.score_mod_bwd, None if tabulated_mask else mods.mask_mod)
+    traced: list[TracedMod | None] = []
+    captures: list[Tensor] = []
+    for mod, kind in zip(given, kinds, strict=True):
+        if mod is None:
+            traced.append(None)
+            continue
+        found, tensors = trace(mod, kind, device=problem.device)
+        warn_narrowing(found, stat_dtype(problem.dtype))
+        traced.append(found)
+        captures += found.prologue.run(tensors)
+    return tuple(traced), tuple(captures)
+
+
+def block_size_of(block_mask: sparsity.BlockMask | None, base: IndexBase | None) -> tuple[int, int]:
+    """The granule of the lists and of `base`: the block mask's, else the base's, else 128."""
+    if block_mask is not None:
+        return block_mask.block_size
+    return (128, 128) if base is None else base.block_size
+
+
+# -- joining traces into plans -----------------------------------------------------------------------------------------
+_links: OrderedDict[tuple, tuple[tuple, Linked]] = OrderedDict()
+_LINKS = 256
+_lock = threading.Lock()
+
+
+def link(traced: tuple[TracedMod | None, ...], block_size: tuple[int, int], numerics: Numerics) -> Linked:
+    """The plan of (score, score_bwd, mask) traces; found again by the identity of the traces."""
+    key = (*map(id, traced), block_size, numerics)
+    with _lock:
+        hit = _links.get(key)
+        if hit is not None:
+            _links.move_to_end(key)
+            return hit[1]
+    linked = _link(traced, block_size, numerics)
+    with _lock:
+        _links[key] = (traced, linked)  # holding the traces keeps their ids theirs
+        if len(_links) > _LINKS:
+            _links.popitem(last=False)
+    return linked
+
+
+def _link(traced: Sequence[TracedMod | None], block_size: tuple[int, int], numerics: Numerics) -> Linked:
+    mods = build_mod_plan(*traced)
+    plan = Plan(mods, block_size, numerics.precision, numerics.tile_elements)
+    number = register(plan)
+    conditions = [c for c in (mods.mask, mods.score_keep) if c is not None]
+    if not conditions:
+        return Linked(lookup(number), number, None, -1)
+    joined = conditions[0] if len(conditions) == 1 else mods.builder.arith("and", *conditions)
+    built = replace(plan, mods=replace(mods, mask=joined, score_keep=None, hash=mods.hash + "/built"))
+    built_number = register(built)
+    return Linked(lookup(number), number, lookup(built_number), built_number)
+
+
+# -- block lists built from a mask_mod alone --------------------------------------------------------------------------
+class BuiltLists:
+    """Block lists by plan, lengths and the contents of the captured tensors the mask reads."""
+
+    def __init__(self, entries: int = 32) -> None:
+        self._entries = entries
+        self._table: OrderedDict[tuple, list[tuple[tuple[Tensor, ...], BlockLists]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find_or_build(
+        self, linked: Linked, captures: Sequence[Tensor], problem: Problem, base: IndexBase | None
+    ) -> BlockLists:
+        """Lists for `linked.building`; equal contents give the very same lists."""
+        assert linked.building is not None
+        reads = mask_captures(linked.building)
+        offsets = () if base is None else (base.b_off, base.h_off, base.q_base is None, base.kv_base is None)
+        values = [captures[s].detach() for s in reads]
+        if base is not None:
+            values += [t for t in (base.q_base, base.kv_base) if t is not None]
+        if problem.abstract or any(isinstance(v, FakeTensor) for v in values):
+            return traced_lists(linked.building_id, captures, problem, base)
+        p = problem
+        key = (linked.building_id, p.batch, p.q_heads, p.q_len, p.kv_len, p.device, offsets)
+        with self._lock:
+            for saved, lists in self._table.get(key, ()):
+                if all(map(_same_contents, saved, values)):
+                    self._table.move_to_end(key)
+                    return lists
+        lists = build(linked.building, captures, problem, base)
+        with self._lock:
+            self._table.setdefault(key, []).insert(0, (tuple(v.clone() for v in values), lists))
+            del self._table[key][4:]
+            self._table.move_to_end(key)
+            if len(self._table) > self._entries:
+                self._table.popitem(last=False)
+        return lists
+
+
+def _same_contents(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+
+
+def mask_captures(plan: Plan) -> tuple[int, ...]:
+    """Slots of the captured tensors that the plan's mask reads."""
+    assert plan.mods.mask is not None
+    return tuple(sorted({int(n.attr) for n in topological([plan.mods.mask]) if n.op == "load"}))  # type: ignore[call-overload]
+
+
+_built = BuiltLists()
+
+
+def clear_caches() -> None:
+    """Forget joined plans and built block lists (tests, memory)."""
+    with _lock:
+        _links.clear()
+    _built.__init__()  # type: ignore[misc]
