@@ -11,19 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {"flexbwd": ROOT / "flexbwd", "flexbwd.mods": ROOT / "mods", "flexbwd.sparsity": ROOT / "sparsity"}
-TOP_LEVEL = {
-    "pyproject.toml",
-    "flexbwd",
-    "mods",
-    "sparsity",
-    "tests",
-    "docs",
-    "README.md",
-    "LICENSE",
-    "Makefile",
-    ".ci",
-}
-DOTFILES = {".gitignore", ".pre-commit-config.yaml"}
+REQUIRED = {"pyproject.toml", "flexbwd", "mods", "sparsity", "tests", "README.md", "LICENSE", "Makefile", ".ci"}
+ALLOWED = REQUIRED | {"docs", ".gitignore", ".pre-commit-config.yaml"}
 
 # Forget an editable install of the tree under test, so that only the installed copy can answer.
 FORGET_EDITABLE = (
