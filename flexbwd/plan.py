@@ -6,22 +6,15 @@ import hashlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from flexbwd.errors import ConfigError
 from flexbwd.modgraph.modplan import ModPlan
-from flexbwd.sparsity.tensors import BlockBits, BlockSparseTensors, IndexBase
+from flexbwd.sparsity.tensors import BlockLists, IndexBase
 
-
-class BlockLists(NamedTuple):
-    """The tensors of a BlockMask, both directions."""
-
-    q_to_kv: BlockSparseTensors
-    kv_to_q: BlockSparseTensors
-    bits: BlockBits | None = None
+__all__ = ["BlockLists", "Gradients", "Needs", "Operands", "Plan", "lookup", "plan_id", "register"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,14 @@ class BlockBits(NamedTuple):
     kv_to_q_slot: Tensor  # int32, shaped like kv_to_q.mask_block_idx
 
 
+class BlockLists(NamedTuple):
+    """The tensors of a BlockMask, both directions."""
+
+    q_to_kv: BlockSparseTensors
+    kv_to_q: BlockSparseTensors
+    bits: BlockBits | None = None
+
+
 @dataclass(frozen=True)
 class IndexBase:
     """Where a local problem lies in a global one, so that mods see global coordinates (context parallelism).
