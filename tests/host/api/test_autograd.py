@@ -1,0 +1,173 @@
+"""Gradients through autograd and everything that wraps it."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from flexbwd import flex_attention
+from flexbwd.errors import UnsupportedError
+from flexbwd.testing import make_case
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def leaves(shape=(1, 2, 24, 8), dtype=torch.float64):
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=g, dtype=dtype).requires_grad_(True) for _ in range(3)]
+
+
+def softcap(s, b, h, i, j):
+    return 5 * torch.tanh(s / 5)
+
+
+def test_gradcheck_of_all_inputs_captures_and_lse():
+    q, k, v = leaves((1, 2, 5, 3))
+    slopes = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+
+    def run(q, k, v, slopes):
+        def mod(s, b, h, i, j):
+            return 5 * torch.tanh(s / 5) + slopes[h] * (i - j)
+
+        return flex_attention(q, k, v, mod, mask_mod=causal, return_lse=True)
+
+    assert torch.autograd.gradcheck(run, (q, k, v, slopes))
+
+
+@pytest.mark.parametrize("frozen", ["q", "k", "v", "kv", "qk"])
+def test_gradients_nobody_asked_for_are_not_computed(frozen):
+    q, k, v = leaves()
+    for name, t in zip("qkv", (q, k, v), strict=True):
+        t.requires_grad_(name not in frozen)
+    flex_attention(q, k, v, softcap, mask_mod=causal).sum().backward()
+    for name, t in zip("qkv", (q, k, v), strict=True):
+        assert (t.grad is None) == (name in frozen)
+
+
+def test_a_loss_of_the_lse_alone_has_gradients():
+    q, k, v = leaves()
+    _, lse = flex_attention(q, k, v, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    want = torch.autograd.grad((q @ k.mT / 8**0.5).logsumexp(-1).sum(), (q, k))
+    torch.testing.assert_close((dq, dk), want)
+    assert not dv.any()
+
+
+def test_complementary_masks_merge_through_their_lse():
+    q, k, v = leaves((1, 2, 200, 16))
+    o1, l1 = flex_attention(q, k, v, mask_mod=lambda b, h, i, j: j < 70, return_lse=True)
+    o2, l2 = flex_attention(q, k, v, mask_mod=lambda b, h, i, j: j >= 70, return_lse=True)
+    lse = torch.logaddexp(l1, l2)
+    merged = o1 * (l1 - lse).exp()[..., None] + o2 * (l2 - lse).exp()[..., None]
+    whole = flex_attention(q, k, v)
+    up = torch.randn(merged.shape, dtype=merged.dtype, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(merged, whole)
+    torch.testing.assert_close(torch.autograd.grad(merged, (q, k, v), up), torch.autograd.grad(whole, (q, k, v), up))
+
+
+def test_double_backward_is_refused_by_name():
+    q, k, v = leaves()
+    (dq,) = torch.autograd.grad(flex_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiated twice"):
+        dq.sum().backward()
+
+
+def test_autocast_casts_query_key_value_only():
+    q, k, v = leaves(dtype=torch.float32)
+    bias = torch.zeros(2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h])
+    assert out.dtype == torch.bfloat16
+    grads = torch.autograd.grad(out.float().sum(), (q, bias))
+    assert [g.dtype for g in grads] == [torch.float32, torch.float32]
+
+
+def test_checkpointing_recomputes_the_same_gradients():
+    q, k, v = leaves()
+
+    def block(q, k, v):
+        return flex_attention(q * 1.5, k, v, softcap, mask_mod=causal).sin()
+
+    want = torch.autograd.grad(block(q, k, v).sum(), (q, k, v))
+    got = torch.autograd.grad(checkpoint(block, q, k, v, use_reentrant=False).sum(), (q, k, v))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_selective_checkpointing_saves_the_operator_once():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.flexbwd.forward.default:
+                calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.flexbwd.forward.default])
+
+    q, k, v = leaves()
+    want = torch.autograd.grad(flex_attention(q, k, v, softcap).sin().sum(), (q, k, v))
+    with Count():
+        out = checkpoint(
+            lambda q, k, v: flex_attention(q, k, v, softcap).sin(), q, k, v, use_reentrant=False, context_fn=contexts
+        )
+        got = torch.autograd.grad(out.sum(), (q, k, v))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("with_mask", [False, True], ids=["dense", "masked"])
+def test_operators_pass_opcheck(with_mask):
+    from flexbwd.api import Options, _prepare
+
+    q, k, v = leaves((1, 2, 20, 8), torch.float32)
+    bias = torch.zeros(2, requires_grad=True)
+    options = Options(score_mod=lambda s, b, h, i, j: s + bias[h], mask_mod=causal if with_mask else None)
+    q, k, v, captures, static = _prepare(q, k, v, options)
+    args = (q, k, v, captures, *static)
+    torch.library.opcheck(torch.ops.flexbwd.forward, (*args, True))
+    out, lse, _ = torch.ops.flexbwd.forward(*args, False)
+    detached = [t.detach() for t in (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse)]
+    needs = [True] * (3 + len(captures))
+    backward = (*detached, [c.detach() for c in captures], *static, needs)
+    torch.library.opcheck(torch.ops.flexbwd.backward, backward)
+
+
+def test_ddp_and_plain_training_agree(tmp_path):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slopes = torch.nn.Parameter(torch.tensor([0.1, 0.2]))
+            self.proj = torch.nn.Linear(16, 48)
+
+        def forward(self, x):
+            q, k, v = self.proj(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s - self.slopes[h] * (i - j), mask_mod=causal)
+
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(2, 30, 16)
+    layer(x).square().sum().backward()
+    want = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    layer.zero_grad()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        DistributedDataParallel(layer)(x).square().sum().backward()
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close({n: p.grad for n, p in layer.named_parameters()}, want)
+
+
+def test_gradients_are_bitwise_repeatable():
+    case = make_case((300, 280), heads=(4, 2), head_dim=16, dtype=torch.float32)
+    runs = []
+    for _ in range(2):
+        q, k, v = case.leaves()
+        out = flex_attention(q, k, v, softcap, mask_mod=causal, deterministic=True)
+        runs.append(torch.autograd.grad(out, (q, k, v), case.grad_out))
+    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)

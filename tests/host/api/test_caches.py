@@ -1,0 +1,132 @@
+"""Plans, traces and built masks are reused, and never stale."""
+
+import time
+
+import torch
+
+from flexbwd import flex_attention, planning, warmup
+from flexbwd.reference import attention_reference
+from flexbwd.testing import make_case
+
+WINDOW = 3
+
+
+def scaled(factor):
+    def mod(s, b, h, i, j):
+        return s * factor
+
+    return mod
+
+
+def check(case, mod=None, mask_mod=None):
+    got = flex_attention(case.query, case.key, case.value, mod, mask_mod=mask_mod)
+    want, _ = attention_reference(case.query, case.key, case.value, mod, mask_mod)
+    torch.testing.assert_close(got, want)
+
+
+def test_another_captured_number_gives_another_result():
+    case = make_case((20, 20), head_dim=8)
+    for factor in (1, 2, 2.0, 0.5, True):
+        check(case, scaled(factor))
+
+
+def test_two_lambdas_on_one_line_are_two_mods():
+    case = make_case((20, 20), head_dim=8)
+    first, second = (lambda s, b, h, i, j: s + 1 * j), (lambda s, b, h, i, j: s - 1 * j)
+    check(case, first)
+    check(case, second)
+
+
+def test_a_changed_default_argument_is_seen():
+    case = make_case((20, 20), head_dim=8)
+
+    def mod(s, b, h, i, j, w=1.0):
+        return s * w
+
+    check(case, mod)
+    mod.__defaults__ = (3.0,)
+    check(case, mod)
+
+
+def test_a_changed_helper_and_global_are_seen(monkeypatch):
+    case = make_case((20, 20), head_dim=8)
+
+    def mask(b, h, i, j):
+        return i - j < WINDOW
+
+    for width in (3, 7):
+        monkeypatch.setitem(globals(), "WINDOW", width)
+        check(case, mask_mod=mask)
+
+
+def test_changed_mask_values_rebuild_the_lists():
+    case = make_case((300, 300), head_dim=8)
+    ids = torch.zeros(300, dtype=torch.int32)
+
+    def same_document(b, h, i, j):
+        return ids[i] == ids[j]
+
+    for cut in (300, 200, 100):
+        ids[cut:] = 1
+        check(case, mask_mod=same_document)
+
+
+def test_values_changed_behind_torchs_back_are_seen():
+    case = make_case((300, 300), head_dim=8)
+    ids = torch.zeros(300, dtype=torch.int64)
+    shared = ids.numpy()
+
+    def same_document(b, h, i, j):
+        return ids[i] == ids[j]
+
+    for cut in (300, 130):
+        shared[cut:] = 1
+        check(case, mask_mod=same_document)
+
+
+def test_another_length_is_another_problem():
+    table = torch.randn(4096, dtype=torch.float64)
+    for length in (64, 200, 64):
+        case = make_case((length, length), head_dim=8)
+        check(case, lambda s, b, h, i, j: s + table[i - j + 2048], lambda b, h, i, j: i >= j)
+
+
+def test_warmup_builds_what_the_call_uses():
+    case = make_case((300, 300), head_dim=8)
+    mask = lambda b, h, i, j: i >= j  # noqa: E731
+    planning.clear_caches()
+    warmup(case.query, case.key, case.value, mask_mod=mask)
+    built = planning.BuiltLists.find_or_build
+    seen = []
+
+    def spy(self, *args):
+        before = [v for entries in self._table.values() for v in entries]
+        seen.append((built(self, *args), before))
+        return seen[-1][0]
+
+    planning.BuiltLists.find_or_build = spy
+    try:
+        flex_attention(case.query, case.key, case.value, mask_mod=mask)
+    finally:
+        planning.BuiltLists.find_or_build = built
+    lists, before = seen[0]
+    assert any(lists is kept for _, kept in before)
+
+
+def test_a_second_call_costs_little_host_time():
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    ids = torch.zeros(16, dtype=torch.int32)
+    slopes = torch.rand(2)
+
+    def mod(s, b, h, i, j):
+        return 20 * torch.tanh((s - slopes[h] * (i - j)) / 20)
+
+    def mask(b, h, i, j):
+        return (i >= j) & (ids[i] == ids[j])
+
+    planned = []
+    for _ in range(200):
+        start = time.perf_counter()
+        warmup(q, k, v, score_mod=mod, mask_mod=mask)
+        planned.append(time.perf_counter() - start)
+    assert sorted(planned)[len(planned) // 4] < 200e-6
