@@ -1,0 +1,86 @@
+"""The command line: names, options and help. Each command imports its work when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Attention with programmable scores and masks: look at mods and masks, check gradients, measure speed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+MOD = "a name of the zoo (`flexbwd show` alone lists them), or file.py:name, or package.module:name"
+Lengths = Annotated[str, typer.Option("-S", "--lengths", help="sequence length, or query,key: 1024 or 512,1024")]
+Block = Annotated[str, typer.Option(help="mask block size, or query,key sizes")]
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Versions, GPU, driver, cache, and a self-check against the reference; exit code 1 when something is broken."""
+    from flexbwd.cli.doctor import run
+
+    raise typer.Exit(run(as_json=json))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def show(
+    context: typer.Context,
+    mod: Annotated[str, typer.Argument(help=f"mask or score mod: {MOD}")] = "",
+    score: Annotated[str, typer.Option(help="score mod to show together with the mask")] = "",
+    lengths: Lengths = "1024",
+    block: Block = "128",
+    heads: Annotated[int, typer.Option(help="number of heads the mods are made for")] = 1,
+    head: Annotated[int, typer.Option(help="the head that is shown")] = 0,
+    at_score: Annotated[float, typer.Option(help="score at which the score mod is shown")] = 0.0,
+    width: Annotated[int, typer.Option(help="columns of the text picture", min=8)] = 64,
+    out: Annotated[Path | None, typer.Option(help="write a picture here (.png, .svg, .pdf) instead of text")] = None,
+) -> None:
+    """Picture of a mask and a score mod: tile classes and single elements.
+
+    Further options go to the mod's factory: `flexbwd show sliding_window --window 256`.
+    """
+    from flexbwd.cli.show import Request, list_zoo, run
+
+    if not mod and not score:
+        list_zoo()
+        return
+    run(Request(mod, score, lengths, block, heads, head, at_score, width, out), context.args)
+
+
+@app.command()
+def check(
+    mod: Annotated[str, typer.Argument(help=f"score mod or mask mod: {MOD}")],
+    bwd: Annotated[str, typer.Option(help="hand-written score_mod_bwd; default: NAME_bwd beside file.py:NAME")] = "",
+    lengths: Lengths = "17,23",
+    heads: Annotated[int, typer.Option(help="number of heads")] = 4,
+    batch: Annotated[int, typer.Option(help="batch size")] = 2,
+    seed: Annotated[int, typer.Option(help="seed of the random scores")] = 0,
+) -> None:
+    """Check a mod: derived against hand-written backward, fp64 gradients, what the kernels will do with it.
+
+    Exit code 1 when something differs.
+    """
+    from flexbwd.cli.check import run
+
+    raise typer.Exit(run(mod, bwd, lengths=lengths, heads=heads, batch=batch, seed=seed))
+
+
+@app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="cpu")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="folder for <device>-<date>.json and .md")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="small sizes: a smoke test, not a measurement")] = False,
+    peers: Annotated[bool, typer.Option(help="also measure torch's compiled flex_attention forward")] = True,
+    repeats: Annotated[int, typer.Option(help="timed runs of each case; the median counts", min=1)] = 3,
+) -> None:
+    """Speed and memory against dense attention on this machine, as ratios."""
+    from flexbwd.cli.bench import run
+
+    run(device, out=out, quick=quick, peers=peers, repeats=repeats)
