@@ -192,7 +192,7 @@ def _evaluate(
     arguments = (*leading, *(c.to(torch.int32) for c in where))
     if where[0].numel() == 0:
         return arguments[0].to(want) if leading else where[0].to(want)
-    with _default_dtype(wide), _ScalarIndexing(wide):
+    with working_dtype(wide), _ScalarIndexing(wide):
         return torch.vmap(mod)(*arguments).to(want)
 
 
@@ -250,8 +250,8 @@ def _result_dims(index: tuple[Any, ...], positions: list[int], result_ndim: int)
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Python floats and true division of integers have the working dtype inside a mod."""
+def working_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, what torch makes of an int tensor and a Python float has `dtype`, as in a compiled mod."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

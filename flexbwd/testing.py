@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexbwd.reference import attention_reference, kept_elements, reference_grads
+from flexbwd.reference import attention_reference, kept_elements, reference_grads, working_dtype
 
 __all__ = [
     "Case",
@@ -150,8 +150,9 @@ def torch_operator_grads(
     mask = mask_mod if mask_mod is not None else lambda b, h, i, j: b.new_ones((), dtype=torch.bool)
     blocks = (*_create_empty_block_mask(q, k).as_tuple()[:-1], mask)
     scale = 1.0 / math.sqrt(q.shape[-1]) if case.scale is None else case.scale
-    out, lse_log2, _ = operator(q, k, v, mod, blocks, scale, {}, tuple(tensors), ())
-    return collect_grads(case, out, lse_log2 * math.log(2), (q, k, v), dict(zip(names, tensors, strict=True)))
+    with working_dtype(torch.float64 if q.dtype == torch.float64 else torch.float32):
+        out, lse_log2, _ = operator(q, k, v, mod, blocks, scale, {}, tuple(tensors), ())
+        return collect_grads(case, out, lse_log2 * math.log(2), (q, k, v), dict(zip(names, tensors, strict=True)))
 
 
 def collect_grads(
