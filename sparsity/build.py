@@ -7,7 +7,7 @@ elements at a time. The result equals brute force.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from flexbwd.modgraph.intervals import IntervalProgram
 from flexbwd.modgraph.ir import BOOL, Node, topological
 from flexbwd.modgraph.to_torch import TorchProgram
 
+from .assemble import hand_out, lists_from_classes
 from .grid import Axis, BlockGrid, check_block_size, check_sizes
-from .tensors import BlockLists, BlockSparseTensors, IndexBase
-from .transpose import pad_lists, transpose
+from .tensors import BlockLists, IndexBase
 
 Array = np.ndarray
 
@@ -60,26 +60,9 @@ def build_lists(
         (B, "b" in reads), (H, "h" in reads), (Q_LEN, KV_LEN), check_block_size(block_size), index_base
     )
     classifier = _Classifier(mask_root, captures, grid)
-    return lists_from_strips(grid, (classifier.classify(*strip) for strip in grid.strips()), device)
-
-
-def lists_from_strips(
-    grid: BlockGrid, classes: Iterable[tuple[Array, Array]], device: torch.device | str | None
-) -> BlockLists:
-    """Both directions' lists from the `(partial, full)` grids `[lead, rows, kv blocks]` of `grid.strips()`."""
     strips = list(grid.strips())
-    partial, full = _Collector(grid, strips), _Collector(grid, strips)
-    for some, every in classes:
-        partial.add(some)
-        full.add(every)
-    q_to_kv = BlockSparseTensors(*partial.lists(), *full.lists())
-    kv_to_q = transpose(q_to_kv, grid.kv.blocks)
-    return BlockLists(_hand_out(q_to_kv, grid, device), _hand_out(kv_to_q, grid, device))
-
-
-def _hand_out(lists: BlockSparseTensors, grid: BlockGrid, device: torch.device | str | None) -> BlockSparseTensors:
-    tensors = (t if device is None or t is None else t.to(device) for t in lists)
-    return BlockSparseTensors(*(t if t is None else t.expand(*grid.full_shape, *t.shape[2:]) for t in tensors))
+    q_to_kv = lists_from_classes(grid, strips, (classifier.classify(*strip) for strip in strips))
+    return hand_out(grid, q_to_kv, None, device)
 
 
 def _inputs(root: Node) -> set[str]:
@@ -96,34 +79,9 @@ def _check_reads(reads: set[str], B: int | None, H: int | None) -> None:
         if value is None and name in reads:
             what = "batch entries" if name == "b" else "query heads"
             raise MaskError(
-                f"{argument}=None broadcasts one mask over all {what}, but mask_mod reads `{name}`: pass {argument}=the "
-                f"number of {what}"
+                f"{argument}=None broadcasts one mask over all {what}, but mask_mod reads `{name}`: "
+                f"pass {argument}=the number of {what}"
             )
-
-
-class _Collector:
-    """Gathers the set cells of a grid, strip by strip, as padded lists."""
-
-    def __init__(self, grid: BlockGrid, strips: Sequence[tuple[slice, slice]]):
-        self.grid = grid
-        self.counts = np.zeros((grid.lead, grid.q.blocks), dtype=np.int32)
-        self.strips = strips
-        self.columns: list[Array] = []
-
-    def add(self, cells: Array) -> None:
-        """`cells`: bool `[lead, rows, kv blocks]` of the next strip."""
-        self.counts[self.strips[len(self.columns)]] = cells.sum(-1, dtype=np.int32)
-        self.columns.append((np.flatnonzero(cells) % max(1, self.grid.kv.blocks)).astype(np.int32))
-
-    def lists(self) -> tuple[Tensor, Tensor]:
-        """Counts `[B|1, H|1, rows]` and indices `[B|1, H|1, rows, max]`."""
-        width = max(1, int(self.counts.max(initial=0)))
-        index = np.zeros((*self.counts.shape, width), dtype=np.int32)
-        for strip, columns in zip(self.strips, self.columns, strict=True):
-            pad_lists(self.counts[strip], columns, out=index[strip])
-        self.columns.clear()
-        shape = (*self.grid.lead_shape, self.grid.q.blocks)
-        return torch.from_numpy(self.counts).view(shape), torch.from_numpy(index).view(*shape, width)
 
 
 class _Classifier:

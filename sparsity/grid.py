@@ -32,6 +32,17 @@ class Axis:
     def blocks(self) -> int:
         return len(self.first)
 
+    @property
+    def sizes(self) -> Array:
+        """Real elements of each block."""
+        return self.last - self.first + 1
+
+    def positions(self, blocks: slice) -> Array:
+        """Global coordinates of all real elements of consecutive blocks."""
+        sizes = self.sizes[blocks]
+        local = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return np.repeat(self.first[blocks], sizes) + local
+
     @classmethod
     def make(cls, length: int, block: int, base: Tensor | None, name: str) -> Axis:
         """Raises MaskError when `base` does not hold one integer per block."""
@@ -41,8 +52,8 @@ class Axis:
             return cls(length, block, start, stop - 1)
         if base.shape != start.shape or base.dtype not in (torch.int32, torch.int64):
             raise MaskError(
-                f"index_base.{name} has shape {tuple(base.shape)} and dtype {base.dtype}: it must be int32 [{len(start)}], "
-                f"one number per block of {block} of the length {length}"
+                f"index_base.{name} has shape {tuple(base.shape)} and dtype {base.dtype}: it must be int32 "
+                f"[{len(start)}], one number per block of {block} of the length {length}"
             )
         shift = base.detach().cpu().numpy().astype(np.int64)
         return cls(length, block, start + shift, stop - 1 + shift)
@@ -86,11 +97,11 @@ class BlockGrid:
     def lead(self) -> int:
         return len(self.b)
 
-    def strips(self) -> Iterator[tuple[slice, slice]]:
-        """(lead, rows) slices that together visit every row of blocks once."""
+    def strips(self, cells: int = _STRIP_CELLS) -> Iterator[tuple[slice, slice]]:
+        """(lead, rows) slices of about `cells` blocks, at least one row, that visit every row of blocks once."""
         width = max(1, self.kv.blocks)
-        rows = max(1, min(_STRIP_ROWS, _STRIP_CELLS // width, self.q.blocks))
-        leads = max(1, _STRIP_CELLS // (rows * width))
+        rows = max(1, min(_STRIP_ROWS, cells // width, self.q.blocks))
+        leads = max(1, cells // (rows * width))
         for lead in range(0, self.lead, leads):
             for row in range(0, self.q.blocks, rows):
                 yield slice(lead, min(lead + leads, self.lead)), slice(row, min(row + rows, self.q.blocks))
@@ -101,8 +112,8 @@ def check_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
     sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
     if len(sizes) != 2 or any(not isinstance(s, int) or s <= 0 or s % 16 for s in sizes):
         raise MaskError(
-            f"BLOCK_SIZE={block_size!r}: it must be a positive multiple of 16, or a pair (q, kv) of them; 128 and 64 are "
-            "the fast ones"
+            f"BLOCK_SIZE={block_size!r}: it must be a positive multiple of 16, or a pair (q, kv) of them; 128 and 64 "
+            "are the fast ones"
         )
     return sizes  # type: ignore[return-value]
 

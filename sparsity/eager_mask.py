@@ -1,0 +1,140 @@
+"""A mask_mod called as plain Python: vectorised where torch.vmap can, element by element where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexbwd.errors import MaskError
+
+Array = np.ndarray
+
+#: Most elements that a callable is called for one by one (some seconds up to a minute).
+MAX_CALLS = 2**22
+
+
+class EagerMask:
+    """Evaluates `mask_mod(b, h, q_idx, kv_idx)` on a grid of coordinates.
+
+    Args:
+        device: of the coordinates that a vectorised call sees.
+    Attributes:
+        total: elements the whole tabulation visits; bounds the element-wise way.
+    """
+
+    def __init__(self, mask_mod: Callable, device: torch.device | str):
+        self.mask_mod = mask_mod
+        self.device = device
+        self.name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
+        self.total = 0
+        self.vectorised = True
+
+    def check_reads(self, B: int | None, H: int | None) -> None:
+        """MaskError when one call, at element (0, 0), reads `b` with B None or `h` with H None."""
+        watched = [torch.zeros((), dtype=torch.int32).as_subclass(_Watched) for _ in range(2)]
+        plain = torch.zeros((), dtype=torch.int32)
+        if B is not None and H is not None:
+            return
+        try:
+            with torch.no_grad():
+                self.mask_mod(*watched, plain, plain)
+        except Exception:  # a callable that fails here fails again, and is reported, where it is evaluated
+            return
+        for argument, value, seen in (("B", B, watched[0]), ("H", H, watched[1])):
+            if value is None and seen.used:
+                raise MaskError(
+                    f"{argument}=None broadcasts one mask, but mask_mod {self.name} reads `{argument.lower()}`: "
+                    f"pass {argument}=the number of {'batch entries' if argument == 'B' else 'query heads'}"
+                )
+
+    def __call__(self, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        """bool `[pairs, q, kv]` for the (batch, head) pairs `b, h` and the given coordinates."""
+        shape = (len(b), len(q_idx), len(kv_idx))
+        if 0 in shape:
+            return np.zeros(shape, dtype=bool)
+        with torch.no_grad():
+            if self.vectorised:
+                try:
+                    return self._vectorised(b, h, q_idx, kv_idx)
+                except MaskError:
+                    raise
+                except Exception as error:
+                    self._refuse_random(error)
+                    self.vectorised = False
+            return self._one_by_one(b, h, q_idx, kv_idx)
+
+    def _vectorised(self, *coordinates: Array) -> Array:
+        call = self.mask_mod
+        for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, None, None)):
+            call = torch.vmap(call, in_dims=dims)
+        found = call(*(torch.from_numpy(c.astype(np.int32)).to(self.device) for c in coordinates))
+        self._check_dtype(found)
+        return found.cpu().numpy()
+
+    def _one_by_one(self, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        if self.total > MAX_CALLS:
+            raise MaskError(
+                f"mask_mod {self.name} cannot be vectorised (Python control flow or .item() on an index?) and would be "
+                f"called {self.total} times, more than {MAX_CALLS}: write it with torch ops such as torch.where, & and "
+                "|, or pass a dense bool tensor"
+            )
+        rows, columns = (torch.from_numpy(x.astype(np.int32)).unbind() for x in (q_idx, kv_idx))
+        out = np.empty((len(b), len(rows), len(columns)), dtype=bool)
+        for pair in range(len(b)):
+            at = (torch.tensor(int(b[pair]), dtype=torch.int32), torch.tensor(int(h[pair]), dtype=torch.int32))
+            for i, row in enumerate(rows):
+                out[pair, i] = [self._call(*at, row, column) for column in columns]
+        return out
+
+    def _call(self, *coordinates: Tensor) -> bool:
+        try:
+            found = self.mask_mod(*coordinates)
+        except Exception as error:
+            where = ", ".join(f"{n}={int(c)}" for n, c in zip(("b", "h", "q_idx", "kv_idx"), coordinates, strict=True))
+            raise MaskError(
+                f"mask_mod {self.name} raised {type(error).__name__} at {where}: {error}; it must yield a bool for "
+                "every element of the mask"
+            ) from error
+        if found is True or found is False:
+            return found
+        self._check_dtype(found)
+        return bool(found)
+
+    def _check_dtype(self, found: Any) -> None:
+        if not isinstance(found, Tensor) or found.dtype is not torch.bool:
+            what = found.dtype if isinstance(found, Tensor) else type(found).__name__
+            raise MaskError(f"mask_mod {self.name} yields {what}: it must yield a bool; compare, or test != 0")
+
+    def _refuse_random(self, error: Exception) -> None:
+        if "randomness" in str(error):
+            raise MaskError(
+                f"mask_mod {self.name} draws random numbers, so it means another mask each time it is evaluated: "
+                "precompute a bool tensor and capture it, or pass it as the mask"
+            ) from error
+
+
+class _Watched(Tensor):
+    """A tensor that remembers having been an operand."""
+
+    used = False
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        _mark(args)
+        _mark(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _mark(operands: Any) -> None:
+    if isinstance(operands, _Watched):
+        operands.used = True
+    elif isinstance(operands, (tuple, list)):
+        for operand in operands:
+            _mark(operand)
+    elif isinstance(operands, dict):
+        _mark(list(operands.values()))
