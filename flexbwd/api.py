@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from flexbwd import ops, validate
+from flexbwd import compiling, ops, validate
 from flexbwd.errors import OptionError
 from flexbwd.planning import Mods, Numerics, block_size_of, choose_mask, prepare
 from flexbwd.problem import Problem
@@ -85,8 +85,11 @@ def flex_attention(
         precision,
         index_base,
     )
-    query, key, value, captures, static = _prepare(query, key, value, options)
-    out, lse, max_scores = torch.ops.flexbwd.forward(query, key, value, captures, *static, aux.max_scores)
+    if torch.compiler.is_dynamo_compiling():
+        out, lse, max_scores = _compiled(query, key, value, options)
+    else:
+        query, key, value, captures, static = _prepare(query, key, value, options)
+        out, lse, max_scores = torch.ops.flexbwd.forward(query, key, value, captures, *static, aux.max_scores)
     if layout == "bshd":
         out = out.transpose(1, 2)
     if return_aux is not None:
@@ -138,6 +141,17 @@ def _prepare(
     prepared = prepare(Mods(o.score_mod, o.score_mod_bwd, mask, chosen), problem, numerics, o.index_base)
     static = ops.Static.of(prepared.blocks, o.index_base, prepared.plan_id, problem.scale)
     return query, key, value, list(prepared.captures), static
+
+
+def _compiled(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """The same inside a torch.compile region, where Dynamo traces this function."""
+    _check_options(options)
+    query, key, value = _checked(query, key, value, options.layout, options.enable_gqa)
+    validate.backend(options.backend, query.device)
+    validate.kernel_options(options.kernel_options)
+    masks = compiling.mask_parts(options.mask_mod, options.block_mask)
+    validate.index_base(options.index_base, query.shape[2], key.shape[2], masks[2])
+    return compiling.call(query, key, value, options, masks)
 
 
 def _check_options(o: Options) -> None:

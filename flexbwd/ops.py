@@ -98,13 +98,17 @@ def _backward_cpu(
 
 
 # -- fake kernels ------------------------------------------------------------------------------------------------------
+def output_like(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised out `[B, Hq, Sq, Dv]`, in query's memory order, and lse `[B, Hq, Sq]`."""
+    out = empty_like_order(query, (*query.shape[:3], value.shape[3]))
+    return out, query.new_empty(query.shape[:3], dtype=stat_dtype(query.dtype))
+
+
 def _forward_fake(
     query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], *static_and_max: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    want_max = static_and_max[-1]
-    out = empty_like_order(query, (*query.shape[:3], value.shape[3]))
-    lse = query.new_empty(query.shape[:3], dtype=stat_dtype(query.dtype))
-    return out, lse, torch.empty_like(lse) if want_max else lse.new_empty(0)
+    out, lse = output_like(query, value)
+    return out, lse, torch.empty_like(lse) if static_and_max[-1] else lse.new_empty(0)
 
 
 def _backward_fake(

@@ -114,13 +114,32 @@ def prepare(mods: Mods, problem: Problem, numerics: Numerics, base: IndexBase | 
         traced, captures = trace_all(mods, problem)
     block_size = block_size_of(mods.block_mask, base)
     linked = link(traced, block_size, numerics)
-    if mods.block_mask is not None:
-        lists = BlockLists(mods.block_mask.q_to_kv, mods.block_mask.kv_to_q, mods.block_mask.bits)
-        return Prepared(linked.id, captures, lists)
-    if linked.building is None:
-        return Prepared(linked.id, captures, None)
-    blocks = _built.find_or_build(linked, captures, problem, base)
-    return Prepared(linked.building_id, captures, blocks)
+    mask = mods.block_mask
+    given = None if mask is None else BlockLists(mask.q_to_kv, mask.kv_to_q, mask.bits)
+    plan, blocks = lists_for(linked, given, captures, problem, base)
+    return Prepared(plan, captures, blocks)
+
+
+def lists_for(
+    linked: Linked,
+    given: BlockLists | None,
+    captures: Sequence[Tensor],
+    problem: Problem,
+    base: IndexBase | None,
+    *,
+    pin: bool = False,
+) -> tuple[int, BlockLists | None]:
+    """The plan id to run, and its lists: those given, or built from the mods, or None when everything is kept.
+
+    `pin` keeps the plan for the life of the process: a compiled graph names it by its id.
+    """
+    plan = linked.plan if given is not None or linked.building is None else linked.building
+    number = linked.id if plan is linked.plan else linked.building_id
+    if pin:
+        register(plan, pin=True)
+    if plan is linked.plan:
+        return number, given
+    return number, _built.find_or_build(linked, captures, problem, base)
 
 
 def trace_all(mods: Mods, problem: Problem) -> tuple[tuple[TracedMod | None, ...], tuple[Tensor, ...]]:

@@ -1,0 +1,229 @@
+"""flex_attention inside torch.compile: one higher-order operator that carries the mods as a subgraph.
+
+Dynamo traces mods like any other code: `call` hands it a `body` that runs every mod once on dummy coordinates, and
+Dynamo turns it into a graph, lifting whatever the mods capture (closures, module attributes, tensors made inside the
+compiled region, Python numbers) into operands of `flexbwd_call`, with the guards that belong to them. The operator is
+not one for the compiler to keep: when AOTAutograd runs it, the graph's mods go through the ordinary tracer and planner,
+and plain `flexbwd::block_lists` and `flexbwd::forward` calls are what remains.
+
+`body` marks each of its arguments with `flexbwd::mark`, because Dynamo reorders and merges operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.base_hop import BaseHOP
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flexbwd import ops
+from flexbwd.errors import MaskError
+from flexbwd.modgraph.frontend import ModKind, TracedMod, trace, warn_narrowing
+from flexbwd.planning import Numerics, link, lists_for
+from flexbwd.problem import Problem, stat_dtype
+from flexbwd.sparsity.tensors import BlockBits, BlockLists, BlockSparseTensors, IndexBase
+
+_lib = torch.library.Library("flexbwd", "FRAGMENT")
+_lib.define("mark(Tensor x, str role) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_lib.impl("mark", lambda x, role: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("flexbwd::mark", lambda x, role: torch.empty_like(x), lib=_lib)
+
+_KINDS = {"score_mod": ModKind.SCORE, "score_mod_bwd": ModKind.SCORE_BWD, "mask_mod": ModKind.MASK}
+_ARGUMENTS = {
+    ModKind.SCORE: ("score", "b", "h", "q_idx", "kv_idx"),
+    ModKind.SCORE_BWD: ("grad", "score", "b", "h", "q_idx", "kv_idx"),
+    ModKind.MASK: ("b", "h", "q_idx", "kv_idx"),
+}
+_LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+
+
+# -- traced by Dynamo --------------------------------------------------------------------------------------------------
+def call(
+    query: Tensor, key: Tensor, value: Tensor, options: Any, masks: tuple[Any, dict[str, Tensor], tuple[int, int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores) of checked BHSD operands, as one node of Dynamo's graph."""
+    mask_mod, named, block_size = masks
+    mods = {"score_mod": options.score_mod, "score_mod_bwd": options.score_mod_bwd, "mask_mod": mask_mod}
+    present = [name for name, mod in mods.items() if mod is not None]
+    base = options.index_base
+    if base is not None:
+        named = {**named, **{n: t for n, t in (("q_base", base.q_base), ("kv_base", base.kv_base)) if t is not None}}
+    # one-element vectors: Dynamo would turn an index by a 0-d tensor into a data-dependent integer
+    index = torch.zeros(1, dtype=torch.int32, device=query.device)
+    wide = torch.zeros(1, dtype=stat_dtype(query.dtype), device=query.device)
+    coordinates = {"score": wide, "grad": wide + 1, "b": index, "h": index + 1, "q_idx": index + 2, "kv_idx": index + 3}
+    inputs = {"query": query, "key": key, "value": value, **coordinates, **named}
+    roles = tuple(inputs)
+
+    def body(*tensors: Tensor) -> tuple[Tensor, ...]:
+        marked = {r: torch.ops.flexbwd.mark(t, r) for r, t in zip(roles, tensors)}  # noqa: B905 (Dynamo)
+        found = [mods[name](*[marked[a] for a in _ARGUMENTS[_KINDS[name]]]) for name in present]
+        out, lse = ops.output_like(marked["query"], marked["value"])
+        return (out, lse, torch.empty_like(lse), *marked.values(), *found)
+
+    outputs = flexbwd_call(
+        body,
+        *inputs.values(),
+        mods=tuple(present),
+        block_size=tuple(block_size),
+        precision=options.precision,
+        tile_elements=(options.kernel_options or {}).get("cpu_tile_elements", -1),
+        offsets=(0, 0) if base is None else (base.b_off, base.h_off),
+        based=base is not None,
+        scale=-1.0 if options.scale is None else options.scale,
+        scaled=options.scale is not None,
+    )
+    return outputs[0], outputs[1], outputs[2]
+
+
+def mask_parts(mask_mod: Any, block_mask: Any) -> tuple[Any, dict[str, Tensor], tuple[int, int]]:
+    """The mask_mod to trace, the lists' tensors by role, and the block size."""
+    if block_mask is None:
+        return mask_mod, {}, (128, 128)
+    own = block_mask.mask_mod
+    if isinstance(block_mask, TorchBlockMask):
+        names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        to_kv = [getattr(block_mask, n) for n in names]
+        to_q = [getattr(block_mask, n.replace("kv", "q")) for n in names]
+        bits, size = None, block_mask.BLOCK_SIZE
+    else:
+        to_kv, to_q = list(block_mask.q_to_kv), list(block_mask.kv_to_q)
+        bits, size = block_mask.bits, block_mask.block_size
+    if mask_mod is not None and (bits is not None or (own is not None and own is not mask_mod)):
+        raise MaskError(
+            "mask_mod is given and block_mask has a mask of its own; join them with flexbwd.and_masks first"
+        )
+    named = {f"q_to_kv.{n}": t for n, t in zip(_LISTS, to_kv, strict=True) if t is not None}
+    named |= {f"kv_to_q.{n}": t for n, t in zip(_LISTS, to_q, strict=True) if t is not None}
+    if bits is not None:
+        named |= {f"bits.{n}": getattr(bits, n) for n in BlockBits._fields}
+        return None, named, size
+    return (own if mask_mod is None else mask_mod), named, size
+
+
+class FlexbwdCall(BaseHOP):
+    """`flexbwd_call(body, *operands, **static)`: attention whose mods are a subgraph; runs at once where it is met."""
+
+    def __init__(self) -> None:
+        super().__init__("flexbwd_call")
+
+    def __call__(self, subgraph: Any, *operands: Any, **static: Any) -> tuple[Tensor, ...]:
+        return _run(subgraph, operands, static)
+
+
+flexbwd_call = FlexbwdCall()
+
+
+# -- run by AOTAutograd, or by the eager backend -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Parsed:
+    """A subgraph taken apart, and the traces of its mods."""
+
+    positions: dict[str, int]  # role -> operand
+    outputs: int  # how many values the subgraph returns
+    mods: tuple[tuple[TracedMod, tuple[int, ...]] | None, ...]  # score, score_bwd, mask: trace, captured operands
+
+
+_parsed: WeakKeyDictionary[fx.GraphModule, _Parsed] = WeakKeyDictionary()
+
+
+def _run(subgraph: fx.GraphModule, operands: Sequence[Any], static: dict[str, Any]) -> tuple[Tensor, ...]:
+    parsed = _parsed.get(subgraph)
+    if parsed is None:
+        parsed = _parsed[subgraph] = _parse(subgraph, operands, static["mods"])
+    at = {role: operands[i] for role, i in parsed.positions.items()}
+    query, key, value = at["query"], at["key"], at["value"]
+    problem = Problem.of(query, key, value, static["scale"] if static["scaled"] else None)
+    captures: list[Tensor] = []
+    for entry in parsed.mods:
+        if entry is not None:
+            traced, where = entry
+            warn_narrowing(traced, stat_dtype(query.dtype))
+            captures += traced.prologue.run([operands[i] for i in where])
+    elements = static["tile_elements"]
+    numerics = Numerics(static["precision"], None if elements < 0 else elements)
+    linked = link(tuple(e and e[0] for e in parsed.mods), tuple(static["block_size"]), numerics)
+    base = None
+    if static["based"]:
+        base = IndexBase(*static["offsets"], at.get("q_base"), at.get("kv_base"), tuple(static["block_size"]))
+    plan, blocks = lists_for(linked, _given_lists(at), captures, problem, base, pin=True)
+    fixed = ops.Static.of(blocks, base, plan, problem.scale)
+    found = torch.ops.flexbwd.forward(query, key, value, captures, *fixed, True)
+    return (*found, *(query.new_empty(0) for _ in range(parsed.outputs - 3)))
+
+
+def _given_lists(at: dict[str, Tensor]) -> BlockLists | None:
+    if "q_to_kv.mask_block_cnt" not in at:
+        return None
+    both = [BlockSparseTensors(*(at.get(f"{d}.{n}") for n in _LISTS)) for d in ("q_to_kv", "kv_to_q")]  # type: ignore[arg-type]
+    bits = BlockBits(*(at[f"bits.{n}"] for n in BlockBits._fields)) if "bits.words" in at else None
+    return BlockLists(both[0], both[1], bits)
+
+
+def _parse(subgraph: fx.GraphModule, operands: Sequence[Any], present: Sequence[str]) -> _Parsed:
+    nodes = list(subgraph.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    marks = {
+        n.args[1]: n for n in nodes if n.target is torch.ops.flexbwd.mark.default or n.target is torch.ops.flexbwd.mark
+    }
+    positions = {role: inputs.index(mark.args[0]) for role, mark in marks.items()}
+    (output,) = (n for n in nodes if n.op == "output")
+    results = dict(zip(present, output.args[0][-len(present) :], strict=True)) if present else {}
+    mods: list[tuple[TracedMod, tuple[int, ...]] | None] = []
+    with _disable_current_modes():
+        stand_ins = [_stand_in(x) for x in operands]
+        for name, kind in _KINDS.items():
+            if name not in results:
+                mods.append(None)
+                continue
+            function = _mod_function(subgraph, marks, kind, results[name], stand_ins, name)
+            device = operands[positions["query"]].device
+            traced, tensors = trace(function, kind, device=device)
+            mods.append((traced, tuple(_index_of(t, stand_ins) for t in tensors)))
+    return _Parsed(positions, len(output.args[0]), tuple(mods))
+
+
+def _stand_in(x: Any) -> Any:
+    """A real tensor of the same facts, for the tracer to see as a captured tensor; a number is taken at its value."""
+    if isinstance(x, Tensor):
+        shape, stride = tuple(map(int, x.shape)), tuple(map(int, x.stride()))
+        made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+        return made.requires_grad_(x.requires_grad)
+    return int(x) if isinstance(x, torch.SymInt) else float(x) if isinstance(x, torch.SymFloat) else x
+
+
+def _index_of(tensor: Tensor, stand_ins: Sequence[Any]) -> int:
+    return next(i for i, s in enumerate(stand_ins) if s is tensor)
+
+
+def _mod_function(
+    subgraph: fx.GraphModule,
+    marks: dict[str, fx.Node],
+    kind: ModKind,
+    result: fx.Node,
+    stand_ins: Sequence[Any],
+    name: str,
+) -> Callable[..., Tensor]:
+    """One mod of the subgraph as a function of its coordinates, closed over stand-ins for what it captures."""
+    graph = fx.Graph()
+    mapped = {marks[a]: graph.placeholder(a) for a in _ARGUMENTS[kind]}
+    captured = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
+    mapped |= {n: graph.placeholder(f"capture{i}") for i, n in enumerate(captured)}
+    for node in subgraph.graph.nodes:
+        if node.op != "output" and node not in mapped:
+            mapped[node] = graph.node_copy(node, mapped.__getitem__)
+    graph.output(mapped[result])
+    graph.eliminate_dead_code()
+    module = fx.GraphModule(subgraph, graph)
+
+    def compiled_mod(*coordinates: Tensor) -> Tensor:
+        return module(*coordinates, *stand_ins)  # type: ignore[no-any-return]
+
+    compiled_mod.__name__ = compiled_mod.__qualname__ = name
+    return compiled_mod
