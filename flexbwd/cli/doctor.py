@@ -55,7 +55,7 @@ def examine() -> list[Finding]:
         "CuTe DSL": _dsl,
         "apache-tvm-ffi": lambda: _package("apache-tvm-ffi", "pip install apache-tvm-ffi"),
         "cuda-python": lambda: _package("cuda-python", "pip install cuda-python"),
-        "CPU": lambda: Finding("CPU", f"{_cpu_name()}, {os.cpu_count()} cores, {_torch_threads()} torch threads"),
+        "CPU": lambda: Finding("CPU", f"{cpu_name()}, {os.cpu_count()} cores, {_torch_threads()} torch threads"),
         "GPU": _gpu,
         "driver": _driver,
         "cache": _cache,
@@ -116,7 +116,8 @@ def _dsl() -> Finding:
 
 
 # -- the machine -----------------------------------------------------------------------------------
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor, as the system names it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -38,8 +38,10 @@ class Loaded:
     siblings: Mapping[str, Any]  # what else its module defines; empty for the zoo
 
 
-def load(spec: str, sizes: Sizes, parameters: Mapping[str, str] | None = None) -> Loaded:
+def load(spec: str, sizes: Sizes, parameters: Mapping[str, str] | None = None, *, backward: bool = False) -> Loaded:
     """The mod that `spec` names; `parameters` replace arguments of a zoo factory's example.
+
+    With `backward`, a score_mod_bwd of (grad, score, b, h, q_idx, kv_idx) is wanted, and no zoo name will do.
 
     Raises:
         OptionError: no such zoo name, file, module or attribute; parameters that the factory does not take.
@@ -59,7 +61,7 @@ def load(spec: str, sizes: Sizes, parameters: Mapping[str, str] | None = None) -
         raise OptionError(
             f"{', '.join(f'--{p}' for p in parameters)}: only zoo mods take parameters; {spec} is used as is"
         )
-    return Loaded(found, name, _kind_of(found, spec), vars(module))
+    return Loaded(found, name, SCORE if backward else _kind_of(found, spec), vars(module))
 
 
 def parse_parameters(arguments: Sequence[str]) -> dict[str, str]:
