@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): mods from anywhere, gradients, guards, dynamic lengths, masks that follow their data."""
+"""torch.compile(fullgraph=True): mods from anywhere, gradients, guards, dynamic lengths."""
 
 import pytest
 import torch
