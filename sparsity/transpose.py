@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -54,8 +56,10 @@ def pad_lists(counts: Array, entries: Array, out: Array | None = None) -> Array:
 def _transpose(
     counts: Tensor, index: Tensor, slots: Tensor | None, n_other: int, name: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    cnt, idx = counts.detach().cpu().numpy(), index.detach().cpu().numpy()
-    *lead, rows, width = idx.shape
+    """Counts, rows by column, and `slots` in the new order."""
+    lead = counts.shape[:-1]
+    cnt, idx, extra = _host([counts, index, slots])
+    rows, width = idx.shape[-2:]
     if cnt.size and (cnt.min() < 0 or cnt.max() > width):
         raise MaskError(
             f"{name} has room for {width} entries a row but a count is {int(cnt.max())} (smallest {int(cnt.min())}): "
@@ -64,18 +68,37 @@ def _transpose(
     listed = np.arange(width, dtype=np.int32) < cnt[..., None]
     column = idx[listed]
     _check_inside(column, n_other, name)
-    row = np.repeat(np.tile(np.arange(rows, dtype=np.int32), max(1, cnt.size // max(rows, 1))), cnt.ravel())
-    batches = int(np.prod(lead, dtype=np.int64))
-    batch = np.repeat(np.arange(batches), cnt.reshape(batches, -1).sum(1))
-    order = _order(batch, row, column, batches)
-    new_cnt = np.bincount(batch * n_other + column, minlength=batches * n_other).reshape(*lead, n_other)
-    new_cnt = new_cnt.astype(np.int32)
-    new_slots = None
-    if slots is not None:
-        values = slots.detach().cpu().numpy()[listed][order]
-        new_slots = torch.from_numpy(pad_lists(new_cnt, values)).to(index.device)
-    new_idx = torch.from_numpy(pad_lists(new_cnt, row[order])).to(index.device)
-    return torch.from_numpy(new_cnt).to(index.device), new_idx, new_slots
+    batches = int(np.prod(cnt.shape[:-1], dtype=np.int64))
+    order = _stable_argsort(column)
+    new_cnt = np.empty((batches, n_other), dtype=np.int32)
+    totals = cnt.reshape(batches, -1).sum(1)
+    for batch, part in enumerate(np.split(column, np.cumsum(totals)[:-1])):
+        new_cnt[batch] = np.bincount(part, minlength=n_other)
+    if batches > 1:
+        batch_of = np.repeat(np.arange(batches, dtype=np.int32), totals)
+        order = order[_stable_argsort(batch_of[order])]
+    new_cnt = new_cnt.reshape(*cnt.shape[:-1], n_other)
+    row = np.repeat(np.tile(np.arange(rows, dtype=np.int32), batches), cnt.ravel())
+
+    def rearranged(entries: Array) -> Tensor:
+        return _give(pad_lists(new_cnt, entries[order]), index.device, lead)
+
+    new_slots = None if extra is None else rearranged(extra[listed])
+    return _give(new_cnt, index.device, lead), rearranged(row), new_slots
+
+
+def _host(tensors: Sequence[Tensor | None]) -> list[Array]:
+    """numpy views or copies; leading dimensions along which all are expanded (stride 0) are cut to size 1."""
+    given = [t.detach() for t in tensors if t is not None]
+    for dim in range(given[0].ndim - 1):
+        if given[0].shape[dim] > 1 and all(t.stride(dim) == 0 for t in given):
+            given = [t.narrow(dim, 0, 1) for t in given]
+    arrays = iter([t.cpu().numpy() for t in given])
+    return [None if t is None else next(arrays) for t in tensors]  # type: ignore[misc]
+
+
+def _give(x: Array, device: torch.device, lead: Sequence[int]) -> Tensor:
+    return torch.from_numpy(x).to(device).expand(*lead, *x.shape[len(lead) :])
 
 
 def _check_inside(column: Array, n_other: int, name: str) -> None:
@@ -85,14 +108,6 @@ def _check_inside(column: Array, n_other: int, name: str) -> None:
             f"{name} lists block {bad}, but there are only {n_other} blocks in that dimension: every listed index must "
             f"lie in [0, {n_other}); check BLOCK_SIZE and seq_lengths"
         )
-
-
-def _order(batch: Array, row: Array, column: Array, batches: int) -> Array:
-    """Positions sorted by (batch, column, row); entries come sorted by (batch, row)."""
-    order = _stable_argsort(column)
-    if batches > 1:
-        order = order[_stable_argsort(batch[order])]
-    return order
 
 
 def _stable_argsort(keys: Array) -> Array:

@@ -15,21 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .interval_ops import (
-    FLOAT_OPS,
-    INT_OPS,
-    Array,
-    Interval,
-    Range,
-    Truth,
-    either,
-    fit,
-    float_square,
-    int_square,
-    outward,
-    point,
-    whole,
-)
+from .interval_base import Array, Interval, Range, Truth, either, fit, outward, point, whole
+from .interval_float import FLOAT_OPS, float_square
+from .interval_int import INT_OPS, int_square
 from .ir import BOOL, COMPARE, DType, F, Node, topological
 from .linear_form import LinearForm, linear_forms
 from .range_table import CaptureBounds
