@@ -22,9 +22,9 @@ def run(spec: str, bwd: str, *, lengths: str, heads: int, batch: int, seed: int)
         if bwd:
             raise OptionError(f"--bwd {bwd}: {spec} is a mask, and masks have no backward")
         return _check_mask(loaded, sizes)
+    backward = _backward(loaded, bwd, sizes)
     from flexbwd import check_mod
 
-    backward = _backward(loaded, bwd, sizes)
     with working(f"checking {loaded.name}"):
         report = check_mod(
             loaded.mod, backward, lengths=(sizes.q, sizes.kv), heads=sizes.heads, batch=sizes.batch, seed=seed
