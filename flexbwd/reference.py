@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexbwd.errors import MaskError, ShapeError
-from flexbwd.sparsity.tensors import BlockSparseTensors, IndexBase
 
 if TYPE_CHECKING:
+    from flexbwd.sparsity.tensors import IndexBase
     from flexbwd.testing import Case
 
 Mod = Callable[..., Any]
@@ -46,7 +46,7 @@ def attention_reference(
     Args:
         query: `[B, Hq, Sq, D]`.  key: `[B, Hkv, Skv, D]`.  value: `[B, Hkv, Skv, Dv]`; Hq a multiple of Hkv.
         block_mask: a flexbwd or torch BlockMask. Unlisted blocks are dropped whatever `mask_mod` says; full blocks are
-            kept whole; partial ones ask `mask_mod`, or the block mask's own when `mask_mod` is None.
+            kept whole; partial ones ask `mask_mod`, or the block mask's own bits or mod when `mask_mod` is None.
         keep: bool, broadcastable to `[B, Hq, Sq, Skv]`; False drops an element whatever the masks say.
         index_base: offsets that make the coordinates seen by the mods global.
     Returns:
@@ -91,9 +91,9 @@ def kept_elements(
         kept = undecided & full
         undecided = undecided & partial & ~full
         bits = getattr(block_mask, "bits", None)
-        mask_mod = mask_mod if mask_mod is not None else block_mask.mask_mod
         if mask_mod is None and bits is not None:
             return kept | (undecided & _bits_to_dense(block_mask, shape))
+        mask_mod = mask_mod if mask_mod is not None else block_mask.mask_mod
     if mask_mod is None:
         return kept | undecided
     where = _coordinates(undecided)
@@ -284,22 +284,20 @@ def _block_size(block_mask: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def _lists(block_mask: Any) -> BlockSparseTensors:
-    """The q → kv lists of a flexbwd or torch BlockMask."""
+def _lists(block_mask: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Counts and indices of the partial, then of the full kv blocks of each q block; a flexbwd or torch BlockMask."""
     if hasattr(block_mask, "q_to_kv"):
-        return block_mask.q_to_kv
-    return BlockSparseTensors(
-        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-    )
+        return tuple(block_mask.q_to_kv)
+    return block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
 
 
 def _listed(block_mask: Any, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Which elements lie in partial blocks, and which in full ones: two bool tensors of `shape`."""
-    lists, size = _lists(block_mask), _block_size(block_mask)
-    partial = _spread(_list_to_blocks(lists.mask_block_cnt, lists.mask_block_idx, shape, size), shape, size)
-    if lists.full_block_cnt is None or lists.full_block_idx is None:
+    (count, index, full_count, full_index), size = _lists(block_mask), _block_size(block_mask)
+    partial = _spread(_list_to_blocks(count, index, shape, size), shape, size)
+    if full_count is None or full_index is None:
         return partial, torch.zeros_like(partial)
-    return partial, _spread(_list_to_blocks(lists.full_block_cnt, lists.full_block_idx, shape, size), shape, size)
+    return partial, _spread(_list_to_blocks(full_count, full_index, shape, size), shape, size)
 
 
 def _list_to_blocks(count: Tensor, index: Tensor, shape: tuple[int, ...], size: tuple[int, int]) -> Tensor:
@@ -321,15 +319,14 @@ def _spread(blocks: Tensor, shape: tuple[int, ...], size: tuple[int, int]) -> Te
 
 def _bits_to_dense(block_mask: Any, shape: tuple[int, ...]) -> Tensor:
     """The element bits of partial blocks as a bool tensor of `shape`."""
-    lists, (q_block, kv_block) = _lists(block_mask), _block_size(block_mask)
+    (count, index, _, _), (q_block, kv_block) = _lists(block_mask), _block_size(block_mask)
     words, slots = block_mask.bits.words, block_mask.bits.q_to_kv_slot
-    count = lists.mask_block_cnt
     rows, cols = count.shape[2], -(-shape[3] // kv_block)
     dense = torch.zeros((*count.shape[:2], rows * q_block, cols * kv_block), dtype=torch.bool, device=words.device)
     lane = torch.arange(kv_block, device=words.device)
     for b, h, row in torch.cartesian_prod(*(torch.arange(n) for n in count.shape)).tolist():
         for n in range(int(count[b, h, row])):
-            col = int(lists.mask_block_idx[b, h, row, n])
+            col = int(index[b, h, row, n])
             block = words[int(slots[b, h, row, n])]
             bits = (block[:, lane // 32] >> (lane % 32)) & 1
             dense[b, h, row * q_block : (row + 1) * q_block, col * kv_block : (col + 1) * kv_block] = bits.bool()
