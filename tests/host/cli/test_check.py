@@ -59,9 +59,8 @@ def test_a_mask_of_the_user_passes_for_every_head(command, file):
 
 
 def test_a_mod_that_cannot_be_compiled_is_one_line(command, tmp_path):
-    (tmp_path / "branch.py").write_text(
-        "def mod(score, b, h, q_idx, kv_idx):\n    return score if q_idx > kv_idx else -score\n"
-    )
+    body = "return score if q_idx > kv_idx else -score"
+    (tmp_path / "branch.py").write_text(f"def mod(score, b, h, q_idx, kv_idx):\n    {body}\n")
     ended = command("check", f"{tmp_path / 'branch.py'}:mod")
     assert ended.code != 0
     text = ended.err + ended.out

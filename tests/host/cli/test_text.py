@@ -26,7 +26,7 @@ def test_pooled_tiles_that_differ_are_partial():
 
 
 def test_only_nothing_and_everything_get_the_outermost_shades():
-    kept = np.repeat(np.array([[0.0, 1e-4, 0.5, 0.9999, 1.0]]), 2, axis=0)
+    kept = np.array([[0.0, 1e-4, 0.5, 0.9999, 1.0]])
     (line,) = draw_shares(kept, 5, SHADES).splitlines()
     assert line[0] == SHADES[0]
     assert line[-1] == SHADES[-1]
@@ -58,6 +58,5 @@ def test_legend_counts_tiles_and_elements():
 
 
 def test_ascii_rendering_is_ascii():
-    assert render(
-        picture(CAUSAL, [[1.0, 0.5], [0.0, 1.0]], np.array([[1.0, np.nan], [2.0, 3.0]])), 64, unicode=False
-    ).isascii()
+    shown = picture(CAUSAL, [[1.0, 0.5], [0.0, 1.0]], np.array([[1.0, np.nan], [2.0, 3.0]]))
+    assert render(shown, 64, unicode=False).isascii()
