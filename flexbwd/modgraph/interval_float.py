@@ -36,11 +36,7 @@ def float_square(x: Range) -> Range:
 def float_div(x: Range, y: Range) -> Range:
     lo, hi = corners(np.divide, x, y)
     zero = contains(y, 0)
-    nan = (
-        (zero & (contains(x, 0) | reaches_inf(y)))
-        | (reaches_inf(x) & reaches_inf(y))
-       
-    )
+    nan = (zero & contains(x, 0)) | (reaches_inf(x) & reaches_inf(y))
     open_ = zero | np.isnan(lo)
     return outward(np.where(open_, -np.inf, lo), np.where(open_, np.inf, hi), either(x.nan, y.nan, nan))
 
