@@ -295,7 +295,7 @@ def _tile_lines(axis: Axes, shown: Picture) -> None:
     rows, columns = shown.tiles.shape
     if max(rows, columns) > 64:
         return
-    lines = {"color": "#777777", "linewidth": 0.3}
+    lines: dict[str, Any] = {"color": "#777777", "linewidth": 0.3}
     for row in range(1, rows):
         axis.axhline(row * shown.block_size[0], **lines)
     for column in range(1, columns):
