@@ -1,0 +1,79 @@
+"""Tiled forward: online softmax over the column chunks of each row step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flexbwd.plan import Operands
+
+from .tiles import Problem, hide, like_strides
+from .walk import Heads, RowStep
+
+
+@torch.no_grad()
+def forward(op: Operands, want_max: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention over the listed blocks.
+
+        out_i = Σ_j exp(s'_ij − lse_i) · v_j      lse_i = ln Σ_kept exp(s'_ij)
+
+    Args:
+        op: the problem; `op.query` may have any strides.
+        want_max: also return each row's largest kept s'.
+    Returns:
+        out `[B, Hq, Sq, Dv]` in query's dtype and stride order, lse `[B, Hq, Sq]` fp32 (fp64 for fp64), and the row
+        maxima like lse, or None. A row that keeps nothing: 0, -inf, -inf.
+    """
+    problem = Problem(op)
+    out = like_strides(op.query, problem.value_dim, op.query.dtype)
+    lse = torch.empty(op.query.shape[:3], dtype=problem.acc)
+    maxima = torch.empty_like(lse) if want_max else None
+    views = [None if t is None else problem.by_group(t) for t in (out, lse, maxima)]
+    for step in problem.walk:
+        for heads in step.heads:
+            values = _rows(problem, heads, step)
+            for view, value in zip(views, values, strict=True):
+                if view is not None:
+                    _store(view, heads, step, value)
+    return out, lse, maxima
+
+
+def _store(view: Tensor, heads: Heads, step: RowStep, value: Tensor | float) -> None:
+    target = view[heads.b0 : heads.b1, heads.k0 : heads.k1, heads.g0 : heads.g1, step.q0 : step.q1]
+    if isinstance(value, Tensor):
+        target.copy_(value.view(target.shape))
+    else:
+        target.fill_(value)
+
+
+def _rows(problem: Problem, heads: Heads, step: RowStep) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
+    """out, lse and row maximum of one step, `[matrices, group * rows, ...]`; numbers where nothing is listed."""
+    if not step.chunks:
+        return 0.0, -math.inf, -math.inf
+    query = problem.rows(problem.query, heads, step).to(problem.acc) * problem.scale
+    top = total = acc = None
+    for chunk in step.chunks:
+        scratch = problem.scratch.get("score", *query.shape[:2], chunk.columns)
+        score = torch.bmm(query, problem.columns(problem.key, heads, chunk).mT, out=scratch)
+        score = problem.apply_score_mod(score, heads, step, chunk)
+        hide(problem.as_mod_tile(score, heads, step), problem.keeps(heads, step, chunk))
+        value = problem.columns(problem.value, heads, chunk)
+        chunk_top = score.amax(-1, keepdim=True)
+        new_top = chunk_top if top is None else torch.maximum(top, chunk_top)
+        # rows that kept nothing yet: subtract 0, not -inf, so that exp gives 0
+        shift = new_top.clamp_min(torch.finfo(problem.acc).min)
+        weight = score.sub_(shift).exp_()
+        chunk_total = weight.sum(-1, keepdim=True)
+        if acc is None:
+            total, acc = chunk_total, torch.bmm(weight, value)
+        else:
+            assert top is not None and total is not None
+            fade = top.sub_(shift).exp_()
+            total = total.mul_(fade).add_(chunk_total)
+            acc = acc.mul_(fade).baddbmm_(weight, value)
+        top = new_top
+    assert top is not None and total is not None and acc is not None
+    lse = total.log().add_(top)
+    return acc.div_(total.masked_fill_(total == 0, 1.0)), lse, top
