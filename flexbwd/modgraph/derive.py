@@ -1,8 +1,8 @@
 """Jacobian factors by reverse mode on the graph.
 
 One rule per op gives what the output's adjoint contributes to each operand. Conventions at kinks are torch's:
-abs'(0) = 0; `max` and `min` of two expressions split a tie in halves, while a constant bound (a clamp) lets it pass;
-roundings and `sign` have derivative zero. Loads and inputs are cut points, and `detach` stops.
+abs'(0) = 0, `max` and `min` split a tie in halves, roundings and `sign` have derivative zero (torch's clamp and relu,
+whose ties go otherwise, are imported as `where`). Loads and inputs are cut points, and `detach` stops.
 """
 
 from __future__ import annotations
@@ -138,10 +138,6 @@ def _bound(below: str) -> Rule:
 
     def rule(r: _Reverse, n: Node, g: Node) -> Adjoints:
         x, y = n.args
-        if x.is_const or y.is_const:
-            value, bound = (y, x) if x.is_const else (x, y)
-            part = r.gate(r.emit(below, value, bound), r.zero, g)
-            return (None, part) if x.is_const else (part, None)
         tie, half = r.emit("eq", x, y), r.times(g, r.const(0.5))
         return tuple(r.gate(tie, half, r.gate(r.emit(below, a, b), r.zero, g)) for a, b in ((x, y), (y, x)))
 

@@ -18,6 +18,8 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from flexbwd.errors import ModDtypeError
+
 Number = bool | int | float
 
 
@@ -103,9 +105,10 @@ class Builder:
         return self._intern("in", INPUTS[name], (), name)
 
     def const(self, value: Number, dtype: DType | None = None) -> Node:
+        """A number; one that an integer `dtype` cannot hold wraps, as in torch."""
         if dtype is None:
             dtype = BOOL if isinstance(value, bool) else F if isinstance(value, float) else _int_dtype(value)
-        value = {F: float, BOOL: bool}.get(dtype, int)(value)
+        value = wrap(int(value), dtype) if dtype.is_int else float(value) if dtype is F else bool(value)
         return self._intern("const", dtype, (), value)
 
     def load(self, slot: int, dtype: DType, index: Sequence[Node] = ()) -> Node:
@@ -114,9 +117,11 @@ class Builder:
 
     # -- typed construction ---------------------------------------------------------------------------------------
     def cast(self, x: Node, dtype: DType) -> Node:
+        while x.op == "cast" and _keeps_value(x):  # the value seen through a widening cast
+            x = x.args[0]
         if x.dtype is dtype:
             return x
-        if x.is_const and not (dtype.is_int and isinstance(x.value, float) and not math.isfinite(x.value)):
+        if x.is_const and not (dtype.is_int and x.dtype is F and not _fits(x.value, dtype)):
             return self.const(x.value, dtype)
         return self._intern("cast", dtype, (x,), None)
 
@@ -225,26 +230,55 @@ _INFIX = {
 }  # fmt: skip
 
 
-def to_text(node: Node, names: Sequence[str] = ()) -> str:
-    """The expression as one line of Python-like text; `names` are the captures' names by slot."""
+def to_text(node: Node, names: Sequence[str] = (), max_nodes: int = 200) -> str:
+    """The expression as one line of Python-like text; `names` are the captures' names by slot.
 
-    def text(n: Node) -> str:
+    A graph is a DAG: written out it can be exponentially long. After `max_nodes` operands, "…" stands for the rest.
+    """
+    left = max_nodes
+
+    def text(n: Node, depth: int) -> str:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > _MAX_DEPTH:
+            return "…"
         if n.op == "in":
             return str(n.attr)
         if n.op == "const":
             return repr(n.attr)
+        args = [text(a, depth + 1) for a in n.args]
         if n.op == "load":
             slot = int(n.attr)  # type: ignore[call-overload]
             name = names[slot] if slot < len(names) else f"capture{slot}"
-            return f"{name}[{', '.join(map(text, n.args))}]" if n.args else name
+            return f"{name}[{', '.join(args)}]" if args else name
         if n.op in _INFIX:
-            return f"({text(n.args[0])} {_INFIX[n.op]} {text(n.args[1])})"
-        if n.op == "cast":
-            return f"{n.dtype.value}({text(n.args[0])})"
-        return f"{n.op}({', '.join(map(text, n.args))})"
+            return f"({args[0]} {_INFIX[n.op]} {args[1]})"
+        return f"{n.dtype.value if n.op == 'cast' else n.op}({', '.join(args)})"
 
-    return text(node)
+    return text(node, 0)
+
+
+_MAX_DEPTH = 60  # nesting that to_text shows
+
+
+def wrap(value: int, dtype: DType) -> int:
+    """`value` modulo 2**32 or 2**64, as the two's complement number of that width."""
+    half = 2**31 if dtype is I32 else 2**63
+    return (value + half) % (2 * half) - half
+
+
+def _fits(value: Number, dtype: DType) -> bool:
+    """Does the integer type hold `value`, rounded to zero? Else a cast of it has no meaning to fold."""
+    return math.isfinite(value) and wrap(int(value), dtype) == int(value)
+
+
+def _keeps_value(cast: Node) -> bool:
+    """Is this cast from a type whose every value the target holds? (F is fp32: it does not hold every i32.)"""
+    source = cast.args[0].dtype
+    return source is BOOL or (source is I32 and cast.dtype is I64)
 
 
 def _int_dtype(value: int) -> DType:
-    return I32 if -(2**31) <= value < 2**31 else I64
+    if wrap(value, I64) != value:
+        raise ModDtypeError(f"the number {value} does not fit 64 bits", remedy="Write it as a float")
+    return I32 if wrap(value, I32) == value else I64

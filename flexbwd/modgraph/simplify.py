@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .ir import BOOL, COMPARE, DType, F, Node, Number
+from .ir import BOOL, COMPARE, I32, I64, DType, F, Node, Number, wrap
 
 if TYPE_CHECKING:
     from .ir import Builder
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 
 def simplify(build: Builder, op: str, args: tuple[Node, ...]) -> Node | None:
     """A simpler node equal to `op(*args)`, or None."""
-    if all(a.is_const for a in args) and op != "load":
+    if all(a.is_const for a in args):
         folded = _fold(build, op, args)
         if folded is not None:
             return folded
     rule = _RULES.get(op)
-    found = rule(build, *args) if rule else None
-    if found is None and op in COMPARE and args[0] is args[1] and args[0].dtype is not F:
-        found = build.const(op in ("eq", "le", "ge"))
-    return found
+    if rule is not None:
+        return rule(build, *args)
+    return _compare(build, op, *args) if op in COMPARE else None
 
 
 # -- constant folding ------------------------------------------------------------------------------------------------
@@ -39,12 +38,27 @@ def _fold(build: Builder, op: str, args: tuple[Node, ...]) -> Node | None:
         value = evaluate(*(a.value for a in args))
     except (ArithmeticError, ValueError):
         return None
-    if isinstance(value, complex):
+    if value is None or isinstance(value, complex):
         return None
     dtype = BOOL if op in COMPARE else args[1].dtype if op == "where" else args[0].dtype
-    if dtype.is_int and not -(2**63) <= value < 2**63:
-        return None
     return build.const(value, dtype)
+
+
+def _power(x: Number, y: Number) -> Number:
+    if isinstance(x, int) and isinstance(y, int):
+        return pow(x, y, 2**64) if y >= 0 else math.trunc(float(x) ** y)  # const wraps to the type's width
+    return x**y
+
+
+def _shifted(left: bool) -> Callable[[int, int], int | None]:
+    """Shifts by 0 to 31; what others mean is the backend's."""
+
+    def shift(x: int, y: int) -> int | None:
+        if not 0 <= y < 32:
+            return None
+        return x << y if left else x >> y
+
+    return shift
 
 
 def _trunc_div(x: Number, y: Number) -> Number:
@@ -53,7 +67,7 @@ def _trunc_div(x: Number, y: Number) -> Number:
     return float(math.trunc(x / y))
 
 
-_EVALUATE: dict[str, Callable[..., Number]] = {
+_EVALUATE: dict[str, Callable[..., Number | None]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
@@ -62,7 +76,7 @@ _EVALUATE: dict[str, Callable[..., Number]] = {
     "tdiv": _trunc_div,
     "mod": lambda x, y: x % y,
     "fmod": lambda x, y: x - y * _trunc_div(x, y) if isinstance(x, int) else math.fmod(x, y),
-    "pow": lambda x, y: x**y,
+    "pow": _power,
     "max": lambda x, y: math.nan if x != x or y != y else max(x, y),
     "min": lambda x, y: math.nan if x != x or y != y else min(x, y),
     "eq": lambda x, y: x == y,
@@ -74,8 +88,8 @@ _EVALUATE: dict[str, Callable[..., Number]] = {
     "and": lambda x, y: x & y,
     "or": lambda x, y: x | y,
     "xor": lambda x, y: x ^ y,
-    "shl": lambda x, y: x << y,
-    "shr": lambda x, y: x >> y,
+    "shl": _shifted(left=True),
+    "shr": _shifted(left=False),
     "where": lambda c, x, y: x if c else y,
     "neg": lambda x: -x,
     "abs": abs,
@@ -142,16 +156,25 @@ def _mul(build: Builder, x: Node, y: Node) -> Node | None:
             return build.emit("neg", a)
         if a.op == "neg" and b.op == "neg":
             return build.emit("mul", a.args[0], b.args[0])
-        if a.op == "where":
+        if a.op == "where" and _sinks(b, *a.args[1:]):
             c, u, v = a.args
-            if not ((u.is_const and v.is_const) or u.is_value(0) or v.is_value(0)):
-                continue
-            return build.emit("where", c, build.emit("mul", u, b), build.emit("mul", v, b))
-        if a.dtype is F and b.is_const and a.op == "mul":  # (z * c1) * c2
-            for z, c in (a.args, a.args[::-1]):
-                if c.is_const:
-                    return build.emit("mul", z, build.emit("mul", c, b))
+            return build.emit("where", c, _product(build, u, b), _product(build, v, b))
     return None
+
+
+def _sinks(factor: Node, u: Node, v: Node) -> bool:
+    """Does `factor · where(c, u, v)` need no more products once it sinks into the branches?"""
+    if any(x.is_value(0) for x in (u, v)):
+        return True
+    return u.is_const and v.is_const and (factor.is_const or any(abs(x.value) == 1 for x in (u, v)))
+
+
+def _product(build: Builder, x: Node, y: Node) -> Node:
+    """x · y; a branch that is 0 stays 0, also beside a constant infinity."""
+    for a in (x, y):
+        if a.is_value(0):
+            return a
+    return build.emit("mul", x, y)
 
 
 def _div(build: Builder, x: Node, y: Node) -> Node | None:
@@ -196,8 +219,51 @@ def _lattice(x: Node, y: Node, unit: bool) -> Node | None:
     return None
 
 
-def _same(build: Builder, x: Node, y: Node) -> Node | None:
-    return x if x is y else None
+def _xor(build: Builder, x: Node, y: Node) -> Node | None:
+    if x.dtype is BOOL:
+        for a, b in ((x, y), (y, x)):
+            if b.is_const:
+                return build.emit("not", a) if b.value else a
+    return build.const(0, x.dtype) if x is y else None
+
+
+def _max(build: Builder, x: Node, y: Node) -> Node | None:
+    return _bound(x, y, -math.inf)
+
+
+def _min(build: Builder, x: Node, y: Node) -> Node | None:
+    return _bound(x, y, math.inf)
+
+
+def _bound(x: Node, y: Node, unit: float) -> Node | None:
+    if x is y or y.is_value(unit):
+        return x
+    return y if x.is_value(unit) else None
+
+
+def _compare(build: Builder, op: str, x: Node, y: Node) -> Node | None:
+    if x is y and x.dtype is not F:
+        return build.const(op in ("eq", "le", "ge"))
+    if x.dtype is BOOL and op in ("eq", "ne"):
+        for a, b in ((x, y), (y, x)):
+            if b.is_const:
+                return a if b.value is (op == "eq") else build.emit("not", a)
+    if x.dtype is I64:  # numbers that are i32 compare as i32
+        narrow = [_as_i32(build, a) for a in (x, y)]
+        if all(narrow):
+            return build.emit(op, *narrow)
+    if op in ("eq", "ne"):
+        for a, b in ((x, y), (y, x)):
+            if b.is_value(0) and a.op == "cast" and a.args[0].dtype is BOOL:  # how torch says bool(a)
+                return a.args[0] if op == "ne" else build.emit("not", a.args[0])
+    return None
+
+
+def _as_i32(build: Builder, x: Node) -> Node | None:
+    """An i64 node as the i32 it was, or None."""
+    if x.op == "cast" and x.args[0].dtype is I32:
+        return x.args[0]
+    return build.const(x.value, I32) if x.is_const and wrap(int(x.value), I32) == x.value else None
 
 
 def _where(build: Builder, c: Node, x: Node, y: Node) -> Node | None:
@@ -241,7 +307,7 @@ def _rounding(build: Builder, x: Node) -> Node | None:
 
 _RULES: dict[str, Callable[..., Node | None]] = {
     "add": _add, "sub": _sub, "mul": _mul, "div": _div, "fdiv": _floor_div, "tdiv": _floor_div, "mod": _mod,
-    "fmod": _mod, "shl": _shift, "shr": _shift, "pow": _pow, "and": _and, "or": _or, "max": _same, "min": _same,
-    "where": _where, "not": _not, "neg": _neg, "floor": _rounding, "ceil": _rounding, "trunc": _rounding,
+    "fmod": _mod, "shl": _shift, "shr": _shift, "pow": _pow, "and": _and, "or": _or, "max": _max, "min": _min,
+    "xor": _xor, "where": _where, "not": _not, "neg": _neg, "floor": _rounding, "ceil": _rounding, "trunc": _rounding,
     "round": _rounding,
 }  # fmt: skip
