@@ -184,8 +184,8 @@ class BlockMask:
             for name, t in global_tensors(self.mask_mod).items():
                 if t.device != target and t.dim():
                     raise MaskError(
-                        f"mask_mod reads the global tensor {name}, which is on {t.device}, and cannot be moved to {target}; "
-                        "hold it in a closure or as a default argument instead"
+                        f"mask_mod reads the global tensor {name} on {t.device}, which cannot be moved to {target} for "
+                        "it alone; hold it in a closure or as a default argument instead"
                     )
         return self._map(lambda t: t if t.device == target else t.to(target))
 
@@ -206,8 +206,9 @@ class BlockMask:
             by_id = {id(old): t for old, t in zip(tensors, new, strict=True)}
             f = [t if t is None else by_id[id(t)] for t in fields]
             n = 8 if self.bits is None else 11
-            bits = None if self.bits is None else BlockBits(*f[8:11])
-            lists = BlockLists(BlockSparseTensors(*f[0:4]), BlockSparseTensors(*f[4:8]), bits)
+            bits = None if self.bits is None else BlockBits(*f[8:11])  # type: ignore[arg-type]
+            q_to_kv, kv_to_q = (BlockSparseTensors(*f[i : i + 4]) for i in (0, 4))  # type: ignore[arg-type]
+            lists = BlockLists(q_to_kv, kv_to_q, bits)
             moved = None if base is None else IndexBase(base.b_off, base.h_off, f[n], f[n + 1], base.block_size)
             mod = None if self.mask_mod is None else map_tensors(self.mask_mod, lambda t: by_id[id(t)])
             return BlockMask(

@@ -33,8 +33,8 @@ def validate_for(
     _check_lead(block_mask, 1, "query heads", "H", Hq)
     if device is not None and block_mask.device != torch.device(device):
         raise MaskError(
-            f"block_mask is on {block_mask.device} but query is on {device}; move it once with block_mask.to({str(device)!r}) "
-            "or build it there with create_block_mask(..., device=...)"
+            f"block_mask is on {block_mask.device} but query is on {device}; move it once with "
+            f"block_mask.to({str(device)!r}), or build it there with create_block_mask(..., device=...)"
         )
 
 
@@ -59,8 +59,8 @@ def _check_lead(mask: BlockMask, dim: int, what: str, argument: str, size: int) 
         return
     if have != 1:
         raise MaskError(
-            f"block_mask was made for {argument}={have} {what}, but query has {size}; create it with {argument}={size}, or "
-            f"with {argument}=None if it is the same for all"
+            f"block_mask was made for {argument}={have} {what}, but query has {size}; create it with {argument}={size} "
+            f"or, if it is the same for all, {argument}=None"
         )
     if letter in mask.bound:
         raise MaskError(
@@ -111,10 +111,10 @@ _CLASS = ("not listed", "partial", "full")
 def _check_covers(mask: BlockMask, given: Tensor, wanted: Tensor) -> None:
     missing = (given == EMPTY) & (wanted != EMPTY)
     if bool(missing.any()):
+        kept = "all" if int(wanted[_first(missing)]) == FULL else "some"
         raise MaskError(
-            f"{_where(missing)} is not listed, but mask_mod ({mask_name(mask.mask_mod)}) keeps "
-            f"{'all' if int(wanted[_first(missing)]) == FULL else 'some'} of its elements; they would be dropped. List the "
-            "block, or build the lists with create_block_mask"
+            f"{_where(missing)} is not listed, but mask_mod ({mask_name(mask.mask_mod)}) keeps {kept} of its elements; "
+            "they would be dropped. List the block, or build the lists with create_block_mask"
         )
 
 
@@ -123,8 +123,8 @@ def _check_full(mask: BlockMask, given: Tensor, wanted: Tensor) -> None:
     if bool(wrong.any()):
         kept = "none" if int(wanted[_first(wrong)]) == EMPTY else "only some"
         raise MaskError(
-            f"{_where(wrong)} is listed as full, but mask_mod ({mask_name(mask.mask_mod)}) keeps {kept} of its elements; all "
-            "would be kept. List it as partial, or build the lists with create_block_mask"
+            f"{_where(wrong)} is listed as full, but mask_mod ({mask_name(mask.mask_mod)}) keeps {kept} of its elements, "
+            "and all would be kept. List it as partial, or build the lists with create_block_mask"
         )
 
 

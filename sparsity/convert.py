@@ -83,8 +83,8 @@ def _pair(cnt_name: str, cnt: Any, idx_name: str, idx: Any) -> tuple[Tensor, Ten
             )
     if not 2 <= idx.dim() <= 4 or cnt.shape != idx.shape[:-1]:
         raise MaskError(
-            f"{cnt_name} has shape {list(cnt.shape)} and {idx_name} {list(idx.shape)}; they must be [B|1, H|1, q blocks] "
-            f"and [B|1, H|1, q blocks, width]: one list of kv blocks for every q block"
+            f"{cnt_name} has shape {list(cnt.shape)} and {idx_name} {list(idx.shape)}; they must be "
+            "[B|1, H|1, q blocks] and [B|1, H|1, q blocks, width]: one list of kv blocks for every q block"
         )
     if cnt.device != idx.device:
         raise MaskError(f"{cnt_name} is on {cnt.device} but {idx_name} on {idx.device}; move one with .to(device)")
@@ -115,8 +115,8 @@ def _check_entries(names: tuple[str, str], cnt: Tensor, idx: Tensor, columns: in
     if bool(bad.any()):
         at = _first(bad)
         raise MaskError(
-            f"{cnt_name}{list(at)} = {int(cnt[at])}, but {idx_name} has room for {idx.shape[-1]} entries a row; counts must "
-            "lie between 0 and that width"
+            f"{cnt_name}{list(at)} = {int(cnt[at])}, but {idx_name} has room for {idx.shape[-1]} entries a row; counts "
+            "must lie between 0 and that width: widen the index list, or correct the count"
         )
     inside = listed(cnt, idx)
     bad = inside & ((idx < 0) | (idx >= columns))
@@ -146,8 +146,8 @@ def _check_same_rows(cnt: Tensor, full_cnt: Tensor) -> None:
     fits = all(x == y or 1 in (x, y) for x, y in zip(cnt.shape[:2], full_cnt.shape[:2], strict=True))
     if not fits or cnt.shape[2] != full_cnt.shape[2]:
         raise MaskError(
-            f"kv_num_blocks has shape {list(cnt.shape)} and full_kv_num_blocks {list(full_cnt.shape)}; both list the same "
-            "batch entries, heads and q blocks (batch and heads may be 1)"
+            f"kv_num_blocks has shape {list(cnt.shape)} and full_kv_num_blocks {list(full_cnt.shape)}; both must have "
+            "the same batch entries, heads and q blocks (batch and heads may be 1)"
         )
     if cnt.device != full_cnt.device:
         raise MaskError(f"kv_num_blocks is on {cnt.device} but full_kv_num_blocks on {full_cnt.device}; move one")
@@ -160,8 +160,8 @@ def _check_disjoint(lists: BlockSparseTensors, columns: int) -> None:
     if bool(both.any()):
         b, h, row, col = _first(both)
         raise MaskError(
-            f"kv block {col} of q block {row} (batch {b}, head {h}) is listed in both kv_indices and full_kv_indices; a "
-            "block is either partial or full: drop it from one"
+            f"kv block {col} of q block {row} (batch {b}, head {h}) is listed in both kv_indices and full_kv_indices; "
+            "a block is either partial or full: drop it from one"
         )
 
 
@@ -180,25 +180,26 @@ def parts_from_torch(mask: Any) -> Parts:
     q_block, kv_block = mask.BLOCK_SIZE
     if q_block == kv_block == _TORCH_PLACEHOLDER:
         raise MaskError(
-            "this torch BlockMask is the placeholder for no mask at all (BLOCK_SIZE 2**30); pass block_mask=None instead"
+            "this torch BlockMask is the placeholder for no mask at all (BLOCK_SIZE=2**30); pass block_mask=None"
         )
     mod = _torch_mask_mod(mask.mask_mod)
-    rows = mask.kv_indices.shape[-2]
+    rows, lengths = mask.kv_indices.shape[-2], (mask.seq_lengths[0], mask.seq_lengths[1])
     if ceil_div(mask.seq_lengths[0], q_block) != rows:
         raise MaskError(
-            f"this torch BlockMask has {rows} rows of q blocks but seq_lengths={mask.seq_lengths}: it was sliced along q, "
-            "which torch does not record. Convert first and slice then: BlockMask.from_torch(mask)[:, :, index]"
+            f"this torch BlockMask has {rows} rows of q blocks but seq_lengths={mask.seq_lengths}: it was sliced along "
+            "q, which torch does not record. Convert first and slice then: BlockMask.from_torch(mask)[:, :, index]"
         )
-    if torch.compiler.is_compiling() and mask.kv_indices.dim() == 4 and mask.q_indices is not None:
+    q_lists = (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
+    if torch.compiler.is_compiling() and mask.kv_indices.dim() == 4 and q_lists[0] is not None:
         q_to_kv = BlockSparseTensors(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-        kv_to_q = BlockSparseTensors(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
+        kv_to_q = BlockSparseTensors(*q_lists)  # type: ignore[arg-type]
         lists = BlockLists(q_to_kv, kv_to_q)
-        return Parts(lists, check_block_size((q_block, kv_block)), tuple(mask.seq_lengths), mod)
+        return Parts(lists, check_block_size((q_block, kv_block)), lengths, mod)
     return parts_from_kv_blocks(
         (mask.kv_num_blocks, mask.kv_indices),
         (mask.full_kv_num_blocks, mask.full_kv_indices),
         (q_block, kv_block),
-        tuple(mask.seq_lengths),
+        lengths,
         mod,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,12 +97,11 @@ def block_classes(mask: BlockMask) -> Tensor:
     Lists shared by all batches or heads (size 1) are compared with entry 0.
     """
     assert mask.mask_mod is not None
-    sizes: Sequence[int] = mask.shape
-    where: dict[str, Any] = {"block_size": mask.block_size, "index_base": mask.index_base, "device": mask.device}
+    arguments = (*mask.shape, mask.block_size, mask.index_base, mask.device)
     try:
         root, captures = traced(mask.mask_mod, mask.device)
     except UNTRACEABLE:
-        lists = tabulate_callable(mask.mask_mod, *sizes, **where)
+        lists = tabulate_callable(mask.mask_mod, *arguments)
     else:
-        lists = build_lists(root, captures, *sizes, **where)
+        lists = build_lists(root, captures, *arguments)
     return class_grid(lists.q_to_kv, mask.kv_blocks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,11 +24,16 @@ def listed(count: Tensor, index: Tensor) -> Tensor:
 
 
 def scatter_rows(count: Tensor, index: Tensor, values: Tensor | int, columns: int, fill: int) -> Tensor:
-    """`out[..., row, index[..., row, p]] = values[..., row, p]` for listed p, `fill` elsewhere: int32 `[..., columns]`."""
+    """`out[..., row, index[..., row, p]] = values[..., row, p]` for listed p, else `fill`: int32 `[..., columns]`."""
     target = torch.where(listed(count, index), index, columns).long()  # entries past the count land in a spare column
     out = torch.full((*index.shape[:-1], columns + 1), fill, dtype=torch.int32, device=index.device)
     out.scatter_(-1, target, values)  # type: ignore[arg-type]
     return out[..., :columns]
+
+
+def map_lists(lists: BlockSparseTensors, change: Callable[[Tensor], Tensor]) -> BlockSparseTensors:
+    """`change` of every tensor that is there."""
+    return BlockSparseTensors(*(t if t is None else change(t) for t in lists))  # type: ignore[arg-type]
 
 
 def class_grid(lists: BlockSparseTensors, columns: int) -> Tensor:
@@ -54,7 +61,7 @@ def select(lists: BlockLists, pick: tuple[Tensor, Tensor, Tensor], kv_blocks: in
             t = t.index_select(dim, positions)
         return t
 
-    taken = BlockSparseTensors(*(t if t is None else take(t) for t in lists.q_to_kv))
+    taken = map_lists(lists.q_to_kv, take)
     bits = lists.bits and BlockBits(lists.bits.words, take(lists.bits.q_to_kv_slot), lists.bits.kv_to_q_slot)
     return both_directions(taken, kv_blocks, bits)
 

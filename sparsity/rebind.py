@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType)
-_LEAVES += (torch.dtype, torch.device)
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_LEAVES = (*_NUMBERS, type, types.ModuleType, types.BuiltinFunctionType)
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 

@@ -68,14 +68,14 @@ def sliced_parts(mask: BlockMask, index: Any) -> Parts:
     """See `BlockMask.__getitem__`."""
     if mask.index_base is not None:
         raise MaskError(
-            "this mask was built with an index_base, whose block offsets a slice would not follow; build the part you want "
-            "with create_block_mask(..., index_base=...) of its own"
+            "this mask was built with an index_base, whose block offsets a slice would not follow; build the part you "
+            "want with create_block_mask(..., index_base=...) of its own"
         )
     index = index if isinstance(index, tuple) else (index,)
     if len(index) > 3:
         raise MaskError(
-            f"index has {len(index)} entries; a block mask takes at most three: mask[batch, head, q_block]. Keys are cut "
-            "with mask.adjust(q_len, kv_len)"
+            f"index has {len(index)} entries; a block mask takes at most three: mask[batch, head, q_block]. Keys are "
+            "cut with mask.adjust(q_len, kv_len)"
         )
     sizes = mask.q_to_kv.mask_block_cnt.shape
     index = (*index, *(slice(None),) * (3 - len(index)))
@@ -192,8 +192,8 @@ def adjusted(mask: BlockMask, q_len: int, kv_len: int) -> BlockMask:
     if not mask.built or mask.mask_mod is None or mask.index_base is not None:
         why = "it has an index_base" if mask.index_base is not None else "its lists did not come from a mask_mod"
         raise MaskError(
-            f"adjust({q_len}, {kv_len}) of a mask of lengths {mask.seq_lengths}: nothing is known beyond those, because "
-            f"{why}; build a mask of the longer lengths with create_block_mask"
+            f"adjust({q_len}, {kv_len}) of a mask of lengths {mask.seq_lengths}: nothing is known beyond those, "
+            f"because {why}; build a mask of the longer lengths with create_block_mask"
         )
     batch, heads = mask.shape[:2]
     return create_block_mask(mask.mask_mod, batch, heads, q_len, kv_len, mask.device, size)
