@@ -89,7 +89,7 @@ def kept_elements(
     if block_mask is not None:
         partial, full = _listed(block_mask, shape)
         kept = undecided & full
-        undecided = undecided & partial & ~full
+        undecided = undecided & partial
         bits = getattr(block_mask, "bits", None)
         if mask_mod is None and bits is not None:
             return kept | (undecided & _bits_to_dense(block_mask, shape))

@@ -296,18 +296,17 @@ def _first(bad: Tensor, verb: str) -> str:
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Inside, torch.empty and its kin return NaN (the largest value for integers), so that unwritten memory shows."""
-    from torch.utils import deterministic
-
+    deterministic: Any = torch.utils.deterministic
     mode, fill = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        deterministic.fill_uninitialized_memory = True  # type: ignore[assignment]
+        deterministic.fill_uninitialized_memory = True
         try:
             yield
         finally:
             torch.set_deterministic_debug_mode(mode)
-            deterministic.fill_uninitialized_memory = fill  # type: ignore[assignment]
+            deterministic.fill_uninitialized_memory = fill
 
 
 def mod_name(mod: Any) -> str:
