@@ -58,7 +58,8 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
     """`grad` summed over the dimensions that `shape`, aligned at the end, lacks or has once."""
     lead = grad.dim() - len(shape)
     dims = [d for d in range(grad.dim()) if grad.shape[d] != 1 and (d < lead or shape[d - lead] == 1)]
-    return grad.sum(dims, keepdim=True) if dims else grad
+    summed = grad.sum(dims, keepdim=True) if dims else grad
+    return summed.reshape(summed.shape[max(lead, 0) :])
 
 
 def _zero() -> Tensor:
