@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
-from flexbwd.errors import MaskError
-
-from . import check, convert, render, slicing
+from . import check, convert, evaluate, moving, render, slicing
 from .combine import MaskMod
 from .lists import ceil_div, class_grid
-from .rebind import captured_tensors, global_tensors, map_tensors
+from .tabulate import tabulate_tensor
 from .tensors import BlockBits, BlockLists, BlockSparseTensors, IndexBase
 
 
@@ -36,7 +33,7 @@ class BlockMask:
         bound: "b" / "h" where the lists have size 1 but were made for that one entry, because mask_mod reads it.
 
     Made by `create_block_mask`, `from_kv_blocks` or `from_torch`. Leading dimensions of size 1 serve any batch or head
-    count. Picklable when its mask_mod is. Compared by identity.
+    count. Picklable when its mask_mod is. Compared by identity. A pytree node whose leaves are all its tensors.
     """
 
     def __init__(
@@ -84,14 +81,14 @@ class BlockMask:
             kv_indices: `[B|1, H|1, q blocks, width]` partial blocks; entries past the count mean nothing.
             full_kv_num_blocks, full_kv_indices: the same for full blocks, where mask_mod is not asked.
             BLOCK_SIZE: multiple of 16, or a pair (q, kv).
-            mask_mod: None keeps every listed element.
+            mask_mod: None keeps every listed element. One that cannot be traced is replaced by the bits it keeps.
             seq_lengths: (Sq, Skv); None means whole blocks, as many kv blocks as `kv_indices` is wide.
         Raises:
             MaskError: shapes, dtypes or devices disagree; an index or a count is out of range; a block is listed twice,
                 or as both partial and full.
         """
         partial, full = (kv_num_blocks, kv_indices), (full_kv_num_blocks, full_kv_indices)
-        return cls.of(convert.parts_from_kv_blocks(partial, full, BLOCK_SIZE, seq_lengths, mask_mod))
+        return cls.of(convert.parts_from_kv_blocks(partial, full, BLOCK_SIZE, seq_lengths, mask_mod))._settled()
 
     @classmethod
     def from_torch(cls, mask: TorchBlockMask) -> BlockMask:
@@ -101,7 +98,20 @@ class BlockMask:
             MaskError: block sizes are no multiples of 16; the mask was sliced (torch then drops its mask_mod, and does
                 not record which rows are left) or its lists break a rule of `from_kv_blocks`.
         """
-        return cls.of(convert.parts_from_torch(mask))
+        made = cls.of(convert.parts_from_torch(mask))
+        if torch.compiler.is_compiling() or made.mask_mod is None:
+            return made
+        single = {letter for letter, n in zip("bh", made.shape, strict=False) if n == 1}
+        made.bound = evaluate.lead_reads(made.mask_mod, made.device) & single if single else made.bound
+        return made._settled()
+
+    def _settled(self) -> BlockMask:
+        """This mask or, when its mask_mod has no graph, one with bits."""
+        if self.mask_mod is None or evaluate.is_traceable(self.mask_mod, self.device):
+            return self
+        batch, heads, q_len, kv_len = self.shape
+        lists = tabulate_tensor(self.element_mask(), batch, heads, q_len, kv_len, self.block_size, self.device)
+        return BlockMask(lists, self.block_size, self.seq_lengths, built=True, bound=self.bound)
 
     def to_torch(self) -> TorchBlockMask:
         """The same lists, in the same order, as torch's BlockMask.
@@ -179,43 +189,7 @@ class BlockMask:
         Raises:
             MaskError: mask_mod reads a tensor from a global variable, which cannot be moved for it.
         """
-        target = torch.empty(0, device=device).device
-        if self.mask_mod is not None:
-            for name, t in global_tensors(self.mask_mod).items():
-                if t.device != target and t.dim():
-                    raise MaskError(
-                        f"mask_mod reads the global tensor {name} on {t.device}, which cannot be moved to {target} for "
-                        "it alone; hold it in a closure or as a default argument instead"
-                    )
-        return self._map(lambda t: t if t.device == target else t.to(target))
-
-    def _map(self, convert_tensor: Callable[[Tensor], Tensor]) -> BlockMask:
-        tensors, rebuild = self._flatten()
-        made = [convert_tensor(t) for t in tensors]
-        return self if all(x is y for x, y in zip(tensors, made, strict=True)) else rebuild(made)
-
-    def _flatten(self) -> tuple[list[Tensor], Callable[[list[Tensor]], BlockMask]]:
-        """Every tensor that the mask holds, and a function that makes a like mask of others."""
-        fields: list[Any] = [*self.q_to_kv, *self.kv_to_q, *(self.bits or ())]
-        base = self.index_base
-        fields += [] if base is None else [base.q_base, base.kv_base]
-        held = [] if self.mask_mod is None else captured_tensors(self.mask_mod)
-        tensors = list({id(t): t for t in (*fields, *held) if t is not None}.values())
-
-        def rebuild(new: list[Tensor]) -> BlockMask:
-            by_id = {id(old): t for old, t in zip(tensors, new, strict=True)}
-            f = [t if t is None else by_id[id(t)] for t in fields]
-            n = 8 if self.bits is None else 11
-            bits = None if self.bits is None else BlockBits(*f[8:11])  # type: ignore[arg-type]
-            q_to_kv, kv_to_q = (BlockSparseTensors(*f[i : i + 4]) for i in (0, 4))  # type: ignore[arg-type]
-            lists = BlockLists(q_to_kv, kv_to_q, bits)
-            moved = None if base is None else IndexBase(base.b_off, base.h_off, f[n], f[n + 1], base.block_size)
-            mod = None if self.mask_mod is None else map_tensors(self.mask_mod, lambda t: by_id[id(t)])
-            return BlockMask(
-                lists, self.block_size, self.seq_lengths, mod, index_base=moved, built=self.built, bound=self.bound
-            )
-
-        return tensors, rebuild
+        return moving.moved(self, device)
 
     def __getitem__(self, index: Any) -> BlockMask:
         """The mask of chosen batches, heads and q blocks: `mask[batch, head, q_block]`.
@@ -255,6 +229,9 @@ class BlockMask:
             MaskError: naming the first block (batch, head, q block, kv block) at fault.
         """
         check.check_lists(self)
+
+
+moving.register(BlockMask)
 
 
 # -- torch masks met again ---------------------------------------------------------------------------------------------

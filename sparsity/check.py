@@ -123,8 +123,8 @@ def _check_full(mask: BlockMask, given: Tensor, wanted: Tensor) -> None:
     if bool(wrong.any()):
         kept = "none" if int(wanted[_first(wrong)]) == EMPTY else "only some"
         raise MaskError(
-            f"{_where(wrong)} is listed as full, but mask_mod ({mask_name(mask.mask_mod)}) keeps {kept} of its elements, "
-            "and all would be kept. List it as partial, or build the lists with create_block_mask"
+            f"{_where(wrong)} is listed as full, but mask_mod ({mask_name(mask.mask_mod)}) keeps {kept} of its "
+            "elements, and all would be kept. List it as partial, or build the lists with create_block_mask"
         )
 
 

@@ -12,12 +12,11 @@ from flexbwd.errors import MaskError, OptionError
 from .block_mask import BlockMask
 from .build import build_lists
 from .combine import MaskMod
-from .eager_mask import EagerMask
-from .evaluate import UNTRACEABLE, reads, traced
+from .evaluate import is_traceable, lead_reads, traced
 from .grid import check_block_size, check_sizes
 from .rebind import captured_tensors
 from .tabulate import tabulate_callable, tabulate_tensor
-from .tensors import IndexBase
+from .tensors import BlockLists, IndexBase
 
 _TORCH_OPTIONS = {
     "_compile": "building needs no compilation here and never makes a dense mask",
@@ -65,17 +64,16 @@ def create_block_mask(
             "tensor. Use noop_mask to keep everything"
         )
     where = _device_of(mask_mod) if device is None else torch.empty(0, device=device).device
-    sizes = (B, H, Q_LEN, KV_LEN, size, index_base, where)
-    try:
-        root, captures = traced(mask_mod, where)
-    except UNTRACEABLE:
-        lists = tabulate_callable(mask_mod, *sizes)
-        bound, kept_mod = _eager_reads(mask_mod), None
+    if is_traceable(mask_mod, where):
+        lists: BlockLists = build_lists(
+            *traced(mask_mod, where), B, H, Q_LEN, KV_LEN, size, index_base=index_base, device=where
+        )
+        kept_mod: MaskMod | None = mask_mod
     else:
-        lists = build_lists(root, captures, *sizes)
-        bound, kept_mod = reads(root), mask_mod
+        lists, kept_mod = tabulate_callable(mask_mod, B, H, Q_LEN, KV_LEN, size, index_base, where), None
     single = frozenset(letter for letter, n in (("b", B), ("h", H)) if n == 1)
-    return BlockMask(lists, size, (Q_LEN, KV_LEN), kept_mod, index_base=index_base, built=True, bound=bound & single)
+    bound = lead_reads(mask_mod, where) & single if single else single
+    return BlockMask(lists, size, (Q_LEN, KV_LEN), kept_mod, index_base=index_base, built=True, bound=bound)
 
 
 def _from_tensor(
@@ -110,14 +108,3 @@ def _device_of(mask_mod: MaskMod) -> torch.device:
     if sized:
         return sized[0].device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def _eager_reads(mask_mod: MaskMod) -> frozenset[str]:
-    """Which of b and h an untraceable mask_mod reads, found by watching one call."""
-    found = set()
-    for letter, sizes in (("b", (None, 1)), ("h", (1, None))):
-        try:
-            EagerMask(mask_mod, "cpu").check_reads(*sizes)
-        except MaskError:
-            found.add(letter)
-    return frozenset(found)

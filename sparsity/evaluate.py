@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexbwd.errors import ModDataDependentError, ModShapeError, ModUnsupportedOpError
+from flexbwd.errors import MaskError, ModDataDependentError, ModShapeError, ModUnsupportedOpError
 from flexbwd.modgraph.ir import Node, topological
 from flexbwd.modgraph.to_torch import TorchProgram
 
@@ -36,6 +36,29 @@ def traced(mask_mod: MaskMod, device: torch.device) -> tuple[Node, tuple[Tensor,
 def reads(root: Node) -> frozenset[str]:
     """Names of the coordinates that a graph depends on."""
     return frozenset(str(n.attr) for n in topological([root]) if n.op == "in")
+
+
+def lead_reads(mask_mod: MaskMod, device: torch.device) -> frozenset[str]:
+    """Which of "b" and "h" a mask_mod reads. An untraceable one is watched in one call."""
+    try:
+        return reads(traced(mask_mod, device)[0]) & {"b", "h"}
+    except UNTRACEABLE:
+        found = set()
+        for letter, sizes in (("b", (None, 1)), ("h", (1, None))):
+            try:
+                EagerMask(mask_mod, device).check_reads(*sizes)
+            except MaskError:
+                found.add(letter)
+        return frozenset(found)
+
+
+def is_traceable(mask_mod: MaskMod, device: torch.device) -> bool:
+    """Whether a mask_mod has a graph. Mods that are plainly wrong raise ModError."""
+    try:
+        traced(mask_mod, device)
+    except UNTRACEABLE:
+        return False
+    return True
 
 
 class MaskElements:
