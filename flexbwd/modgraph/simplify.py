@@ -271,8 +271,10 @@ def _where(build: Builder, c: Node, x: Node, y: Node) -> Node | None:
         return x if c.value else y
     if x is y:
         return x
-    if c.op == "not":
-        return build.emit("where", c.args[0], y, x)
+    if c.op in ("not", "ne", "ge", "gt"):  # one of two opposite conditions, so that both merge
+        opposite = build.emit("not", c)
+        if opposite.op != "not":
+            return build.emit("where", opposite, y, x)
     if x.dtype is BOOL and x.is_const and y.is_const:
         return c if x.value else build.emit("not", c)
     if x.op == "where" and x.args[0] is c:
