@@ -52,11 +52,16 @@ class IntervalProgram:
         self.forms = linear_forms(self.nodes)
 
     def __call__(self, ranges: Mapping[str, tuple[Array, Array]]) -> Interval:
+        """The interval of the root."""
+        return self.all(ranges)[self.root]
+
+    def all(self, ranges: Mapping[str, tuple[Array, Array]]) -> dict[Node, Interval]:
+        """The interval of every node."""
         with np.errstate(all="ignore"):
             walk = _Walk(self, ranges)
             for node in self.nodes:
                 walk.found[node] = walk.visit(node)
-            return walk.found[self.root]
+            return walk.found
 
 
 class _Walk:
