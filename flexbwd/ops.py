@@ -148,8 +148,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
         needs = list(ctx.needs_input_grad[2:])
         count = len(needs)
-        tensors, (out, lse), rest = ctx.saved_tensors[:count], ctx.saved_tensors[count : count + 2], ctx.saved_tensors
-        rest = iter(rest[count + 2 :])
+        saved = ctx.saved_tensors  # once: unpacking may recompute
+        tensors, (out, lse), rest = saved[:count], saved[count : count + 2], iter(saved[count + 2 :])
         blocks, base = ([None if t is None else next(rest) for t in ts] for ts in ctx.static[:2])
         static = ctx.static._replace(blocks=blocks, base=base)
         if grad_out is None and grad_lse is None:
