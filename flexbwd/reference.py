@@ -55,22 +55,13 @@ def attention_reference(
     Raises:
         ShapeError: head counts that do not divide.  MaskError: block lists that name a block outside the lengths.
     """
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ShapeError(f"query has {heads} heads and key {kv_heads}: query heads must be a multiple of key heads")
-    key = key.expand(query.shape[0], -1, -1, -1).repeat_interleave(heads // kv_heads, dim=1)
-    value = value.expand(query.shape[0], -1, -1, -1).repeat_interleave(heads // kv_heads, dim=1)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
-
-    base = _Base(index_base, block_mask)
-    kept = kept_elements(tuple(scores.shape), mask_mod, block_mask, keep, index_base, scores.device)
-    scores = _apply_score_mod(scores, score_mod, kept, base, wide)
+    q, k, v = _align_heads(query, key, value)
+    kept = kept_elements((*q.shape[:3], k.shape[2]), mask_mod, block_mask, keep, index_base, q.device)
+    scores = _modified_scores(q, k, score_mod, scale, kept, _Base(index_base, block_mask))
     if query.dtype in (torch.float16, torch.bfloat16):
-        out, lse = _RoundedAttention.apply(scores, value)
+        out, lse = _RoundedAttention.apply(scores, v)
         return out, lse
-    return _attend(scores, value)
+    return _attend(scores, v)
 
 
 def kept_elements(
@@ -126,6 +117,42 @@ def reference_grads(
     return collect_grads(case, out, lse, (q, k, v), captures)
 
 
+def sum_noise(
+    case: Case,
+    score_mod: Mod,
+    mask_mod: Mod | None = None,
+    *,
+    captures: Mapping[str, Tensor],
+    block_mask: Any = None,
+    keep: Tensor | None = None,
+    index_base: IndexBase | None = None,
+) -> dict[str, float]:
+    """Root-sum-square of the terms Σ ds'·∂s'/∂c that make each captured tensor's gradient, largest entry, by name.
+
+    Times the working precision it is the size of the error that rounding every term leaves. The gradient itself may be
+    far smaller: a bias that softmax ignores sums to 0. Estimated from a few sums with random signs.
+    """
+    q, k, v = _align_heads(case.query, case.key, case.value)
+    kept = kept_elements((*q.shape[:3], k.shape[2]), mask_mod, block_mask, keep, index_base, q.device)
+    scores = _modified_scores(q, k, score_mod, case.scale, kept, _Base(index_base, block_mask))
+    if not scores.requires_grad:
+        return dict.fromkeys(captures, 0.0)
+    leaf = scores.detach().requires_grad_(True)
+    out, lse = _attend(leaf, v)
+    upstream = (case.grad_out, torch.zeros_like(lse) if case.grad_lse is None else case.grad_lse)
+    (terms,) = torch.autograd.grad((out, lse), leaf, upstream)
+    generator = torch.Generator().manual_seed(0)
+    tensors, squares = tuple(captures.values()), dict.fromkeys(captures, torch.zeros(()))
+    for _ in range(8):
+        signs = torch.randint(0, 2, terms.shape, generator=generator).to(terms) * 2 - 1
+        sums = torch.autograd.grad(
+            scores, tuple(captures.values()), terms * signs, retain_graph=True, allow_unused=True
+        )
+        for name, total in zip(captures, sums, strict=True):
+            squares[name] = squares[name] + (0.0 if total is None else total.double().square())
+    return {name: math.sqrt(float(total.max()) / 8) for name, total in squares.items() if total.numel()}
+
+
 # -- attention over modified scores ---------------------------------------------------------------------------------
 def _attend(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(scores) @ value and the LSE; −inf means dropped, and a row of nothing else is zeros."""
@@ -166,6 +193,24 @@ class _RoundedAttention(torch.autograd.Function):
 
 
 # -- evaluating the user's callables --------------------------------------------------------------------------------
+def _align_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Key and value repeated to query's heads and batch."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(f"query has {heads} heads and key {kv_heads}: query heads must be a multiple of key heads")
+    k, v = (t.expand(query.shape[0], -1, -1, -1).repeat_interleave(heads // kv_heads, dim=1) for t in (key, value))
+    return query, k, v
+
+
+def _modified_scores(
+    query: Tensor, key: Tensor, score_mod: Mod | None, scale: float | None, kept: Tensor, base: _Base
+) -> Tensor:
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query @ key.transpose(-1, -2)).to(wide) * scale
+    return _apply_score_mod(scores, score_mod, kept, base, wide)
+
+
 def _apply_score_mod(scores: Tensor, score_mod: Mod | None, kept: Tensor, base: _Base, wide: torch.dtype) -> Tensor:
     """Modified scores, −inf where not kept. Elements that the mod itself sends to −inf count as not kept."""
     if score_mod is None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexbwd.reference import attention_reference, kept_elements, reference_grads, working_dtype
+from flexbwd.reference import attention_reference, kept_elements, reference_grads, sum_noise, working_dtype
 
 __all__ = [
     "Case",
@@ -36,6 +36,7 @@ __all__ = [
     "mod_name",
     "poisoned",
     "reference_grads",
+    "sum_noise",
     "torch_operator_grads",
 ]
 
@@ -227,7 +228,7 @@ def _global_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
-def assert_within_budget(got: Tensor, want: Tensor, rough: Tensor | None, label: str, magnitude: float = 0.0) -> None:
+def assert_within_budget(got: Tensor, want: Tensor, rough: Tensor | None, label: str, floor: float = 0.0) -> None:
     """Fails unless `got` is as near to `want` as the arithmetic allows; the message says where and by how much.
 
     The largest and the root-mean-square error may each be twice those of `rough` (the same maths, eager, in the dtype
@@ -236,8 +237,8 @@ def assert_within_budget(got: Tensor, want: Tensor, rough: Tensor | None, label:
 
     Args:
         got, want, rough: equal shapes; `want` in fp64. `rough` may be None in an fp64 problem: only the floor counts.
-        magnitude: size of the terms that were summed, where they cancel (the gradient of a bias that softmax ignores):
-            the floor is then relative to it.
+        floor: error that is allowed besides, for sums whose terms cancel, such as the gradient of a bias that softmax
+            ignores: it is 0, and all that is left is rounding.
     """
     assert got.shape == want.shape, f"{label}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     assert rough is not None or got.dtype == torch.float64, f"{label}: {got.dtype} needs a rough result as its budget"
@@ -251,9 +252,9 @@ def assert_within_budget(got: Tensor, want: Tensor, rough: Tensor | None, label:
     slack = (rough.detach().double() - truth).masked_fill(endless, 0.0).abs() if rough is not None else error * 0.0
     size = truth.masked_fill(endless, 0.0).abs()
     relative = _FLOOR[got.dtype]
-    most = BUDGET_FACTOR * float(slack.max()) + relative * max(float(size.max()), magnitude) + 1e-13
+    most = BUDGET_FACTOR * float(slack.max()) + relative * float(size.max()) + floor + 1e-13
     assert float(error.max()) <= most, _over(label, error, value, truth, most)
-    allowed = BUDGET_FACTOR * _rms(slack) + relative * max(_rms(size), magnitude) + 1e-13
+    allowed = BUDGET_FACTOR * _rms(slack) + relative * _rms(size) + floor + 1e-13
     assert _rms(error) <= allowed, f"{label}: root-mean-square error {_rms(error):.3g} > {allowed:.3g}"
 
 
@@ -268,10 +269,11 @@ def assert_matches_reference(
     want = reference_grads(case.double(), score_mod, mask_mod, **reference)
     rough = want if case.query.dtype == torch.float64 else reference_grads(case, score_mod, mask_mod, **reference)
     assert got.keys() == want.keys(), f"got {sorted(got)}, expected {sorted(want)}"
-    terms = float(want["dv"].abs().max()) if want["dv"].numel() else 0.0
+    captures = reference.pop("captures", None) or captured_parameters(score_mod)
+    noise = sum_noise(case.double(), score_mod, mask_mod, captures=captures, **reference) if score_mod else {}
     for name in want:
-        cancels = name not in ("out", "lse", "dq", "dk", "dv")
-        assert_within_budget(got[name], want[name], rough[name], name, magnitude=terms if cancels else 0.0)
+        floor = _FLOOR[case.query.dtype] * noise.get(name, 0.0)
+        assert_within_budget(got[name], want[name], rough[name], name, floor)
 
 
 def _rms(values: Tensor) -> float:
