@@ -1,33 +1,143 @@
-"""From a user's callable to its `TracedMod`, found again by fingerprint."""
+"""From a user's callable to its `TracedMod`, found again by fingerprint.
+
+Equal fingerprints give the same `TracedMod` object, so later caches may use its identity. A callable whose fingerprint
+is opaque is traced at every call and still gets the same object as long as its graph is the same.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
 from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexbwd.errors import ModDtypeWarning
+from flexbwd.errors import ModCaptureError, ModDtypeWarning, ModRandomError
 
+from .fingerprint import Fingerprint
+from .paths import CapturePath, capture_path
 from .trace import Mod, ModKind, TracedMod, trace_once
 
-__all__ = ["ModKind", "TracedMod", "trace", "warn_narrowing"]
+__all__ = ["CapturePath", "ModKind", "TracedMod", "capture_paths", "clear_cache", "trace", "warn_narrowing"]
 
-_by_signature: OrderedDict[tuple, TracedMod] = OrderedDict()
-_lock = threading.Lock()
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    traced: TracedMod
+    used: tuple[int, ...]  # which of the fingerprint's tensors, in the prologue's order
+    held: tuple[Any, ...]  # keeps the identities in the key theirs
+
+
+_by_key: OrderedDict[tuple[Any, ...], _Entry] = OrderedDict()
+_by_signature: OrderedDict[tuple[str, str, str], TracedMod] = OrderedDict()
 _LIMIT = 1024
+_lock = threading.Lock()
+_devices: dict[Any, torch.device] = {}
 
 
 def trace(mod: Mod, kind: ModKind, *, device: torch.device | str) -> tuple[TracedMod, tuple[Tensor, ...]]:
-    """The graph of `mod`, and its captured tensors in the order that `prologue.run` takes them."""
-    traced, tensors = trace_once(mod, kind, torch.device(device), {})
+    """The graph of `mod`, and its captured tensors in the order that `prologue.run` takes them.
+
+    Args:
+        device: where the query lies; captured tensors must lie there too (0-dim ones may stay on the CPU).
+    Raises:
+        ModError: the mod cannot be compiled; see `flexbwd.errors` for the classes.
+    """
+    device = _devices.get(device) or _with_index(device)
+    found = Fingerprint(mod)
+    key = (kind, device, torch.get_default_dtype(), _default_device(), *found.parts)
+    if not found.opaque:
+        with _lock:
+            entry = _by_key.get(key)
+            if entry is not None:
+                _by_key.move_to_end(key)
+        if entry is not None:
+            tensors = found.tensors
+            return entry.traced, tuple([tensors[i] for i in entry.used])
+    traced, tensors = _traced(mod, kind, device, found)
+    _remember(mod, key, found, traced, tensors)
+    return traced, tensors
+
+
+def _traced(mod: Mod, kind: ModKind, device: torch.device, found: Fingerprint) -> tuple[TracedMod, tuple[Tensor, ...]]:
+    """Trace; a graph never seen before is traced twice, so that hidden randomness shows."""
+    names = {id(t): capture_path(p).name for t, p in zip(found.tensors, found.paths, strict=True)}
+    traced, tensors = trace_once(mod, kind, device, names)
+    signature = (traced.name, traced.where, traced.signature)
     with _lock:
-        traced = _by_signature.setdefault((traced.name, traced.where, traced.signature), traced)
+        known = _by_signature.get(signature)
+    if known is None:
+        again, _ = trace_once(mod, kind, device, names)
+        if again.signature != traced.signature:
+            raise ModRandomError(
+                "two traces gave two graphs: the mod draws random numbers or changes a Python object",
+                mod=traced.name,
+                where=traced.where,
+                remedy="draw outside the mod and capture the tensor or number",
+            )
+    with _lock:
+        traced = _by_signature.setdefault(signature, traced)
+        _by_signature.move_to_end(signature)
         if len(_by_signature) > _LIMIT:
             _by_signature.popitem(last=False)
     return traced, tensors
+
+
+def _remember(
+    mod: Mod, key: tuple[Any, ...], found: Fingerprint, traced: TracedMod, tensors: tuple[Tensor, ...]
+) -> None:
+    """Cache the trace if the fingerprint accounts for all it used and tracing left it as it was."""
+    position = {id(t): i for i, t in enumerate(found.tensors)}
+    if found.opaque or any(id(t) not in position for t in tensors) or Fingerprint(mod).parts != found.parts:
+        return
+    entry = _Entry(traced, tuple(position[id(t)] for t in tensors), tuple(found.held))
+    with _lock:
+        _by_key[key] = entry
+        if len(_by_key) > _LIMIT:
+            _by_key.popitem(last=False)
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    """`cuda` as `cuda:0` or whichever is current, which tensors report."""
+    named = torch.device(device)
+    if named.type == "cuda" and named.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    _devices[device] = named
+    return named
+
+
+def _default_device() -> torch.device | None:
+    """Where factory functions of a mod put their tensors; a mode only where somebody set one."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def capture_paths(mod: Mod, traced: TracedMod) -> tuple[CapturePath, ...]:
+    """How to reach each captured tensor of `trace(mod, ...)` from `mod`, in the same order.
+
+    Raises:
+        ModCaptureError: a tensor is made or fetched by code of the mod, so that no path leads to it.
+    """
+    _, tensors = trace(mod, traced.kind, device=traced.device)
+    found = Fingerprint(mod)
+    path_of = {id(t): path for t, path in zip(found.tensors, found.paths, strict=True)}
+    if all(id(t) in path_of for t in tensors):
+        return tuple(capture_path(path_of[id(t)]) for t in tensors)
+    raise ModCaptureError(
+        "a captured tensor is not reachable by closure, global or attribute, so torch.compile cannot read it",
+        mod=traced.name,
+        where=traced.where,
+        remedy="capture it in a closure variable or as an attribute of the module",
+    )
+
+
+def clear_cache() -> None:
+    """Forget every trace (tests, memory)."""
+    with _lock:
+        _by_key.clear()
+        _by_signature.clear()
 
 
 def warn_narrowing(traced: TracedMod, float_dtype: torch.dtype) -> None:

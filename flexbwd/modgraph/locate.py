@@ -50,13 +50,30 @@ def error_line(error: BaseException) -> str:
     return found
 
 
+_TRUSTED = ("torch", "math", "cmath", "builtins", "operator", "_operator", "itertools", "functools", "enum", "typing",
+            "numpy", "collections", "numbers", "__future__")  # fmt: skip
+_WRAPPED = ("_torchdynamo_orig_callable", "_orig_mod")
+
+
+@functools.lru_cache(maxsize=1024)
+def is_trusted_module(name: str | None) -> bool:
+    """Is the module one whose functions always mean the same?"""
+    return name is not None and name.partition(".")[0] in _TRUSTED and "random" not in name
+
+
+def unwrapped_attr(mod: Any) -> str:
+    """The attribute that holds what torch.compile wrapped, or ""."""
+    for name in _WRAPPED:
+        if name in getattr(mod, "__dict__", {}) or (name == "_orig_mod" and name in getattr(mod, "_modules", {})):
+            return name
+    return ""
+
+
 def unwrap(mod: Any) -> Any:
     """`mod` without the wrappers of torch.compile: the callable that the user wrote."""
-    while True:
-        inner = getattr(mod, "_torchdynamo_orig_callable", None) or getattr(mod, "_orig_mod", None)
-        if inner is None or inner is mod:
-            return mod
-        mod = inner
+    while name := unwrapped_attr(mod):
+        mod = getattr(mod, name)
+    return mod
 
 
 def code_of(mod: Any) -> CodeType | None:
@@ -68,7 +85,7 @@ def code_of(mod: Any) -> CodeType | None:
     if isinstance(mod, torch.nn.Module):
         mod = type(mod).forward
     elif not hasattr(mod, "__code__"):
-        mod = getattr(type(mod), "__call__", None)
+        mod = vars(type(mod)).get("__call__")
     return getattr(mod, "__code__", None)
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexbwd.errors import ModShapeError
 
-from .importer import Recorder
+from .importer import Importer
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "__bool__": bool,
@@ -33,7 +33,7 @@ _INDEX = torch.ops.aten.index.Tensor
 class RecordMode(TorchDispatchMode):
     """Hands every aten call to the recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Importer) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -44,7 +44,7 @@ class RecordMode(TorchDispatchMode):
 class IndexMode(TorchFunctionMode):
     """Turns `T[h, q]` with traced scalars into a load, and refuses what a kernel has no meaning for."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Importer) -> None:
         super().__init__()
         self.recorder = recorder
 

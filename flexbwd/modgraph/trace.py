@@ -22,12 +22,13 @@ from flexbwd.errors import (
     ModTraceError,
 )
 
-from .importer import Recorder
+from .importer import Importer
 from .ir import Builder, F, Node, canonical_hash, topological
 from .locate import defined_at, error_line, name_of, unwrap
 from .modes import IndexMode, RecordMode
 from .modplan import CaptureSpec
 from .prologue import Prologue, Register, prune
+from .recorder import Recorder, quiet_fakes
 from .values import ir_dtype
 
 Mod = Callable[..., Any]
@@ -63,6 +64,7 @@ class TracedMod:
         prologue: user's captured tensors -> the tensors that load slots read.
         source_lines: user's `file:line` of a node, where known.
         narrowed: names of float64 values that fp32 arithmetic would take.
+        device: where it was traced for.
         signature: equal for equal graphs, prologues and capture facts.
     """
 
@@ -76,6 +78,7 @@ class TracedMod:
     source_lines: dict[Node, str] = field(default_factory=dict)
     narrowed: tuple[str, ...] = ()
     signature: str = ""
+    device: torch.device = torch.device("cpu")
 
 
 def trace_once(
@@ -90,7 +93,7 @@ def trace_once(
     """
     name = name_of(mod)
     check_arity(mod, kind, name)
-    recorder = Recorder(name, device)
+    recorder = Importer(name, device)
     output = _run(unwrap(mod), kind, recorder)
     node = _checked_result(output, kind, recorder)
     return _finish(mod, kind, recorder, node, names)
@@ -116,7 +119,7 @@ def check_arity(mod: Mod, kind: ModKind, name: str) -> None:
 def _run(mod: Mod, kind: ModKind, recorder: Recorder) -> Any:
     kinds = {"score": torch.float32, "grad": torch.float32}
     autocast = torch.autocast(recorder.device.type, enabled=False)
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), autocast:
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), autocast, quiet_fakes():
         arguments = [recorder.input(a, kinds.get(a, torch.int32)) for a in kind.arguments]
         try:
             with RecordMode(recorder), IndexMode(recorder):
@@ -179,7 +182,12 @@ def _finish(
     if kind is ModKind.MASK:
         _check_mask_captures(recorder, copies[output], specs)
     narrowed = [f"captured tensor {s.name}" for s in specs if s.dtype == torch.float64]
-    facts = (kind.value, prologue.text(), tuple((s.dtype, s.shape, s.requires_grad) for s in specs))
+    facts = (
+        kind.value,
+        str(recorder.device),
+        prologue.text(),
+        tuple((s.dtype, s.shape, s.requires_grad) for s in specs),
+    )
     traced = TracedMod(
         kind=kind,
         name=recorder.mod,
@@ -191,6 +199,7 @@ def _finish(
         source_lines={copies[n]: line for n, line in recorder.lines.items() if n in copies},
         narrowed=tuple(dict.fromkeys([*narrowed, *recorder.narrowed])),
         signature=canonical_hash([copies[output]], facts),
+        device=recorder.device,
     )
     return traced, tuple(recorder.captures[i] for i in used)
 
