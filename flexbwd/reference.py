@@ -145,9 +145,7 @@ def sum_noise(
     tensors, squares = tuple(captures.values()), dict.fromkeys(captures, torch.zeros(()))
     for _ in range(8):
         signs = torch.randint(0, 2, terms.shape, generator=generator).to(terms) * 2 - 1
-        sums = torch.autograd.grad(
-            scores, tuple(captures.values()), terms * signs, retain_graph=True, allow_unused=True
-        )
+        sums = torch.autograd.grad(scores, tensors, terms * signs, retain_graph=True, allow_unused=True)
         for name, total in zip(captures, sums, strict=True):
             squares[name] = squares[name] + (0.0 if total is None else total.double().square())
     return {name: math.sqrt(float(total.max()) / 8) for name, total in squares.items() if total.numel()}
