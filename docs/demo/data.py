@@ -1,8 +1,8 @@
 """Real input: the source files of Python's standard library, as bytes, packed as documents into sequences.
 
-A document is a run of functions, methods or classes of one file, begun by the byte 0, which occurs in no source file. Packing
-is greedy: documents follow each other in a random order and the stream is cut into equal sequences, so the first and
-the last document of a sequence may be cut.
+A document is a run of functions, methods or classes of one file, begun by the byte 0, which occurs in no source file.
+Packing is greedy: documents follow each other in a random order and the stream is cut into equal sequences, so the
+first and the last document of a sequence may be cut.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 START = b"\0"
-SMALLEST = 512  # bytes: shorter runs of definitions are joined
+SMALLEST = 256  # bytes: shorter runs of definitions are joined
 EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
 DEFINITION = re.compile(rb"^(?=(?:    )?(?:@|def |class |async def ))", re.MULTILINE)
 

@@ -88,7 +88,7 @@ def agreement(model: ByteModel, batch: Batch, length: int) -> None:
         raise SystemExit(f"flexbwd and dense attention differ by {worst:.1e}, more than {TOLERANCE}")
     console.print(
         f"check   one fp64 step of {part.tokens.shape[1]} bytes against dense attention: loss {loss:.9f} and "
-        f"{want_loss:.9f}; gradients differ by {max(error.values()):.1e} relative at most, those of the slopes by {slopes:.1e}"
+        f"{want_loss:.9f}; gradients differ by {max(error.values()):.1e} relative at most, the slopes' by {slopes:.1e}"
     )
 
 
