@@ -109,7 +109,7 @@ class BlockGrid:
 
 def check_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """`(q, kv)` of BLOCK_SIZE; MaskError unless both are positive multiples of 16."""
-    sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sizes) != 2 or any(not isinstance(s, int) or s <= 0 or s % 16 for s in sizes):
         raise MaskError(
             f"BLOCK_SIZE={block_size!r}: it must be a positive multiple of 16, or a pair (q, kv) of them; 128 and 64 "

@@ -68,7 +68,8 @@ def _shape(t: Tensor | None) -> str:
 def _grid_size(grid_size: Any) -> tuple[int, int] | None:
     if grid_size == -1:
         return None
-    size = (grid_size, grid_size) if isinstance(grid_size, int) else tuple(grid_size)
+    pair = isinstance(grid_size, (tuple, list))
+    size = tuple(grid_size) if pair else (grid_size, grid_size)
     if len(size) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in size):
         raise OptionError(
             f"grid_size={grid_size!r}: it must be a positive integer, a pair (rows, columns), or -1 for all"
