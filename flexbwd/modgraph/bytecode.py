@@ -74,7 +74,7 @@ class _Scan:
         self.opaque = False
 
     def recipe(self) -> Recipe:
-        self._scan(self.code, dict.fromkeys(self.code.co_freevars, self.cells), top=True)
+        self._scan(self.code, frozenset(self.code.co_freevars), top=True)
         free = self.code.co_freevars
         return Recipe(
             self.code,
@@ -92,12 +92,7 @@ class _Scan:
             if found is not None:
                 table, name = found
                 table.setdefault(name, {})[_chain(loads, at)] = None
-            elif (
-                ins.opname in _STORES
-                or (ins.opname == "STORE_DEREF" and ins.argval in outer)
-                or (ins.opname == "IMPORT_NAME" and not is_trusted_module(ins.argval))
-            ):
-                self.opaque = True
+            self.opaque = self.opaque or _is_opaque(ins, outer)
         for const in code.co_consts:
             if isinstance(const, CodeType):
                 self._scan(const, outer.intersection(const.co_freevars), top=False)
@@ -113,6 +108,13 @@ class _Scan:
         is_load = ins.opname in _DEREF or (top and ins.opname.startswith("LOAD_FAST"))
         names = name if isinstance(name, tuple) else (name,)  # 3.13 loads two at once
         return (self.first_argument, self.first) if is_load and self.first and self.first in names else None
+
+
+def _is_opaque(ins: dis.Instruction, outer: frozenset[str]) -> bool:
+    """Does the instruction write outside the function, or bring in a module that may mean anything?"""
+    if ins.opname == "IMPORT_NAME":
+        return not is_trusted_module(ins.argval)
+    return ins.opname in _STORES or (ins.opname == "STORE_DEREF" and ins.argval in outer)
 
 
 def _chain(loads: list[dis.Instruction], at: int) -> Chain:

@@ -120,7 +120,7 @@ def capture_paths(mod: Mod, traced: TracedMod) -> tuple[CapturePath, ...]:
     Raises:
         ModCaptureError: a tensor is made or fetched by code of the mod, so that no path leads to it.
     """
-    _, tensors = trace(mod, traced.kind, device=traced.device)
+    _, tensors = trace(mod, traced.kind, device=traced.device or "cpu")
     found = Fingerprint(mod)
     path_of = {id(t): path for t, path in zip(found.tensors, found.paths, strict=True)}
     if all(id(t) in path_of for t in tensors):

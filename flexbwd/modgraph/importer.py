@@ -148,6 +148,8 @@ class Importer(Recorder):
         if not known:
             return self._unknown(func, args, kwargs, values, reenter)
         self._check_devices(args, kwargs, values)
+        if name == "index":
+            self._check_index(args)
         out = self._run_fake(func, args, kwargs)
         if name in SPLITS:
             pulls = SPLITS[name](self.builder, values[id(args[0])], [tuple(o.shape) for o in out], *args[1:], **kwargs)
@@ -155,8 +157,6 @@ class Importer(Recorder):
                 self._bind_indexed(o, pull)
             return out
         if name in VIEWS:
-            self._check_index(name, args)
-
             def lifted(a: Any) -> Any:
                 return values[id(a)] if isinstance(a, Tensor) else a
 
@@ -235,12 +235,12 @@ class Importer(Recorder):
                 remedy = f"move it there before the call: .to({str(self.device)!r})"
                 raise self.error(ModCaptureError, problem, remedy=remedy)
 
-    def _check_index(self, name: str, args: tuple[Any, ...]) -> None:
+    def _check_index(self, args: tuple[Any, ...]) -> None:
         for t in tree_leaves(args[1:]):
             if isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8):
                 remedy = "select with torch.where(condition, a, b), or index with condition.int()"
                 problem = f"a {t.dtype} tensor as an index selects by value, so the result's shape would vary"
-                raise self.error(ModDataDependentError, problem, op=name, remedy=remedy)
+                raise self.error(ModDataDependentError, problem, op="index", remedy=remedy)
 
     # -- elementwise ---------------------------------------------------------------------------------------------------
     def _elementwise(

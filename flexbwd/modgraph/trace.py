@@ -78,7 +78,7 @@ class TracedMod:
     source_lines: dict[Node, str] = field(default_factory=dict)
     narrowed: tuple[str, ...] = ()
     signature: str = ""
-    device: torch.device = torch.device("cpu")
+    device: torch.device | None = None
 
 
 def trace_once(
