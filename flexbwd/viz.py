@@ -28,6 +28,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 MAX_CELLS = 1024  # cells of the element picture per axis
 SAMPLES_PER_CELL = 4  # rows and columns evaluated per cell
 STRIP_ELEMENTS = 1 << 20  # elements evaluated at a time
+CURVE = (-40.0, 40.0, 161)  # scores: from, to, points
 TILE_COLOURS = ("#f4f4f2", "#8fb8de", "#1f4e79")  # empty, partial, full
 
 Mod = Callable[..., Any]
@@ -44,6 +45,7 @@ class Picture:
         kept: fp32 `[<= MAX_CELLS, <= MAX_CELLS]`: share of elements kept in each cell.
         score: fp32 like `kept`: mean of score_mod(at_score) over the kept elements of a cell, NaN where there are none;
             None without a score mod.
+        curve: fp32 `[2, points]`: scores, and what score_mod makes of them at the middle one of the kept elements.
     """
 
     lengths: tuple[int, int]
@@ -52,6 +54,7 @@ class Picture:
     kept: Array
     score: Array | None = None
     at_score: float = 0.0
+    curve: Array | None = None
 
     def count(self, kind: int) -> int:
         """Number of tiles of a class."""
@@ -61,6 +64,14 @@ class Picture:
     def skipped(self) -> float:
         """Share of tiles that are never visited, 0 to 1."""
         return self.count(EMPTY) / self.tiles.size if self.tiles.size else 0.0
+
+    @property
+    def is_flat(self) -> bool:
+        """The score mod does the same at every element shown, so that its curve tells more than a map."""
+        if self.score is None or not np.isfinite(self.score).any():
+            return False
+        low, high = np.nanmin(self.score), np.nanmax(self.score)
+        return bool(high - low <= 1e-6 * max(abs(low), abs(high), 1e-30))
 
 
 def picture(
@@ -98,7 +109,9 @@ def picture(
         tiles = _tile_classes(mask, head, tiles.shape)
     sampler = _Sampler(tiles, sizes, mask, score_mod, head, at_score)
     kept, score = _sample(sampler, lengths)
-    return Picture(lengths, sizes, tiles, kept, score if score_mod is not None else None, at_score)
+    if score_mod is None:
+        return Picture(lengths, sizes, tiles, kept)
+    return Picture(lengths, sizes, tiles, kept, score, at_score, _curve(sampler, kept, lengths))
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -210,6 +223,20 @@ def _sample(sampler: _Sampler, lengths: tuple[int, int]) -> tuple[Array, Array]:
     return kept, score
 
 
+def _curve(sampler: _Sampler, kept: Array, lengths: tuple[int, int]) -> Array | None:
+    """score_mod along CURVE at the middle one of the kept cells; None when nothing is kept."""
+    assert sampler.score is not None
+    cells = np.argwhere(kept > 0)
+    if not len(cells):
+        return None
+    middle = cells[len(cells) // 2]
+    q_idx, kv_idx = (int(c) * n // m for c, n, m in zip(middle, lengths, kept.shape, strict=True))
+    at = {"b": 0, "h": sampler.head, "q_idx": q_idx, "kv_idx": kv_idx}
+    scores = torch.linspace(*CURVE)
+    values = sampler.score(score=scores, **{name: torch.tensor([i], dtype=torch.int32) for name, i in at.items()})
+    return torch.stack([scores, values.expand_as(scores)]).numpy()
+
+
 def _pool(values: Array, starts: Sequence[Array]) -> Array:
     """Sums over cells."""
     return np.asarray(np.add.reduceat(np.add.reduceat(values, starts[0], axis=0), starts[1], axis=1))
@@ -232,13 +259,15 @@ def draw(shown: Picture, title: str = "") -> Figure:
         UnsupportedError: matplotlib is not installed.
     """
     panels = 2 if shown.score is None else 3
-    figure = _figure(4.6 * panels, 4.9)
+    figure = _figure(4.3 * panels, 5.4)
     axes = figure.subplots(1, panels)
     _draw_tiles(axes[0], shown)
     _draw_kept(axes[1], shown)
-    if shown.score is not None:
+    if shown.is_flat:
+        _draw_curve(axes[2], shown)
+    elif shown.score is not None:
         _draw_score(axes[2], shown)
-    for axis in axes:
+    for axis in axes[: 2 if shown.is_flat else 3]:
         axis.set(xlabel="kv_idx", ylabel="q_idx")
         axis.xaxis.set_label_position("top")
         axis.xaxis.tick_top()
@@ -286,8 +315,17 @@ def _draw_score(axis: Axes, shown: Picture) -> None:
     image = axis.imshow(
         shown.score, cmap=cmap, vmin=low, vmax=high, extent=_extent(shown), interpolation="nearest", aspect="equal"
     )
-    axis.figure.colorbar(image, ax=axis, location="bottom", shrink=0.8)
+    axis.figure.colorbar(image, ax=axis, location="bottom", shrink=0.8, pad=0.02)
     axis.set_title(f"score_mod at score {shown.at_score:g}", fontsize=10)
+
+
+def _draw_curve(axis: Axes, shown: Picture) -> None:
+    assert shown.curve is not None
+    axis.plot(shown.curve[0], shown.curve[0], color="#bbbbbb", linewidth=0.8, linestyle="--")
+    axis.plot(*shown.curve, color="#1f4e79")
+    axis.set(xlabel="score", ylabel="score_mod(score)", box_aspect=1)
+    axis.grid(alpha=0.3)
+    axis.set_title("score_mod, the same everywhere", fontsize=10)
 
 
 def _tile_lines(axis: Axes, shown: Picture) -> None:

@@ -86,7 +86,7 @@ def run(device: str, *, out: Path | None, quick: bool, peers: bool, repeats: int
         raise UnsupportedError(f"--device {device}: only cpu is measured; GPU benchmarks come with the GPU kernels")
     if out is not None and out.exists() and not out.is_dir():
         raise OptionError(f"--out {out} must be a folder")
-    plan = Plan(512, 2048, 8192, repeats, targets=False, peers=peers) if quick else Plan(repeats=repeats, peers=peers)
+    plan = Plan(256, 512, 2048, repeats, targets=False, peers=peers) if quick else Plan(repeats=repeats, peers=peers)
     rows = []
     for case, measure in _cases(plan):
         with working(case):

@@ -87,7 +87,7 @@ def _block_mask(length: int) -> Callable[[], object]:
     from flexbwd.cli.workloads import document_causal
 
     create_block_mask(document_causal(1024), None, None, 1024, 1024)
-    mask = document_causal(length)
+    mask = document_causal(length, mean=1300)
     return lambda: create_block_mask(mask, None, None, length, length)
 
 

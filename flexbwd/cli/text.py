@@ -33,7 +33,9 @@ def render(shown: Picture, width: int, *, unicode: bool = True) -> str:
         f"elements of {shown.lengths[0]} x {shown.lengths[1]}: {100 * float(shown.kept.mean()):.2f} % kept",
         draw_shares(shown.kept, width, shades),
     ]
-    if shown.score is not None:
+    if shown.is_flat and shown.curve is not None:
+        parts += ["", "score_mod, the same everywhere: " + _curve_points(shown.curve)]
+    elif shown.score is not None:
         parts += ["", _score_title(shown), draw_scores(shown.score, width, tiles[EMPTY])]
     return "\n".join(parts)
 
@@ -81,6 +83,12 @@ def _score_title(shown: Picture) -> str:
     assert shown.score is not None
     low, high = _range(shown.score)
     return f"score_mod at score {shown.at_score:g}: from {low:.4g} '{RAMP[0]}' to {high:.4g} '{RAMP[-1]}'"
+
+
+def _curve_points(curve: Array) -> str:
+    """A few points of the curve, "score → value"."""
+    chosen = curve[:, np.linspace(0, curve.shape[1] - 1, 9).astype(int)]
+    return ", ".join(f"{score:g} -> {value:.3g}" for score, value in chosen.T)
 
 
 def _range(score: Array) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 
 from flexbwd import create_block_mask, viz
 from flexbwd.errors import OptionError, ShapeError, UnsupportedError
-from flexbwd.mods import alibi, causal, dilated_window, head_bias, sliding_window
+from flexbwd.mods import alibi, causal, dilated_window, head_bias, sliding_window, softcap
 
 
 def dense(mask, q: int, kv: int) -> np.ndarray:
@@ -47,6 +47,13 @@ def test_score_is_shown_where_elements_are_kept():
     q, kv = np.arange(64)[:, None], np.arange(64)[None, :]
     want = np.where(kv <= q, 3.0 + 2.0**-4 * (kv - q), np.nan)
     np.testing.assert_allclose(shown.score, want, rtol=1e-5)
+
+
+def test_a_mod_of_the_score_alone_is_shown_as_a_curve():
+    shown = viz.picture(causal, softcap(20.0), lengths=(32, 32), block_size=16, at_score=5.0)
+    assert shown.is_flat
+    np.testing.assert_allclose(shown.curve[1], 20 * np.tanh(shown.curve[0] / 20), rtol=1e-5)
+    assert not viz.picture(causal, alibi(4), lengths=(32, 32), block_size=16).is_flat
 
 
 def test_scores_of_minus_infinity_count_as_dropped():

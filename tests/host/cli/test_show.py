@@ -31,7 +31,7 @@ def test_a_score_mod_alone_is_shown(command):
     ended = command("show", "softcap", "--at-score", "100", "-S", "32,48")
     assert ended.code == 0
     assert "100.00 % kept" in ended.out
-    assert "from 20 " in ended.out
+    assert "40 -> 19.3" in ended.out
 
 
 def test_a_mod_of_the_user_is_shown(command, tmp_path):
