@@ -259,7 +259,7 @@ def draw(shown: Picture, title: str = "") -> Figure:
         UnsupportedError: matplotlib is not installed.
     """
     panels = 2 if shown.score is None else 3
-    figure = _figure(4.3 * panels, 5.4)
+    figure = _figure(4.3 * panels, 5.1)
     axes = figure.subplots(1, panels)
     _draw_tiles(axes[0], shown)
     _draw_kept(axes[1], shown)
@@ -267,6 +267,8 @@ def draw(shown: Picture, title: str = "") -> Figure:
         _draw_curve(axes[2], shown)
     elif shown.score is not None:
         _draw_score(axes[2], shown)
+    for axis in axes:
+        axis.set_anchor("N")
     for axis in axes[: 2 if shown.is_flat else 3]:
         axis.set(xlabel="kv_idx", ylabel="q_idx")
         axis.xaxis.set_label_position("top")
