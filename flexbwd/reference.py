@@ -34,7 +34,7 @@ def attention_reference(
     key: Tensor,
     value: Tensor,
     score_mod: Mod | None = None,
-    mask_mod: Mod | None = None,
+    mask_mod: Mod | Tensor | None = None,
     scale: float | None = None,
     *,
     block_mask: Any = None,
@@ -45,6 +45,7 @@ def attention_reference(
 
     Args:
         query: `[B, Hq, Sq, D]`.  key: `[B, Hkv, Skv, D]`.  value: `[B, Hkv, Skv, Dv]`; Hq a multiple of Hkv.
+        mask_mod: True keeps an element; or a bool tensor, broadcastable to `[B, Hq, Sq, Skv]`.
         block_mask: a flexbwd or torch BlockMask. Unlisted blocks are dropped whatever `mask_mod` says; full blocks are
             kept whole; partial ones ask `mask_mod`, or the block mask's own bits or mod when `mask_mod` is None.
         keep: bool, broadcastable to `[B, Hq, Sq, Skv]`; False drops an element whatever the masks say.
@@ -66,7 +67,7 @@ def attention_reference(
 
 def kept_elements(
     shape: tuple[int, ...],
-    mask_mod: Mod | None = None,
+    mask_mod: Mod | Tensor | None = None,
     block_mask: Any = None,
     keep: Tensor | None = None,
     index_base: IndexBase | None = None,
@@ -87,15 +88,17 @@ def kept_elements(
         mask_mod = mask_mod if mask_mod is not None else block_mask.mask_mod
     if mask_mod is None:
         return kept | undecided
+    if isinstance(mask_mod, Tensor):
+        return kept | (undecided & mask_mod.expand(shape))
     where = _coordinates(undecided)
-    inside = _evaluate(mask_mod, (), _Base(index_base, block_mask).global_of(where), torch.float32, torch.bool)
+    inside = evaluate_mod(mask_mod, (), _Base(index_base, block_mask).global_of(where), torch.float32, torch.bool)
     return kept.index_put(where, inside.detach())
 
 
 def reference_grads(
     case: Case,
     score_mod: Mod | None = None,
-    mask_mod: Mod | None = None,
+    mask_mod: Mod | Tensor | None = None,
     *,
     captures: Mapping[str, Tensor] | None = None,
     block_mask: Any = None,
@@ -120,7 +123,7 @@ def reference_grads(
 def sum_noise(
     case: Case,
     score_mod: Mod,
-    mask_mod: Mod | None = None,
+    mask_mod: Mod | Tensor | None = None,
     *,
     captures: Mapping[str, Tensor],
     block_mask: Any = None,
@@ -215,11 +218,11 @@ def _apply_score_mod(scores: Tensor, score_mod: Mod | None, kept: Tensor, base: 
         return scores.masked_fill(~kept, -math.inf)
     where = _coordinates(kept)
     with torch.no_grad():
-        finite = _evaluate(score_mod, (scores[where],), base.global_of(where), wide, wide) != -math.inf
+        finite = evaluate_mod(score_mod, (scores[where],), base.global_of(where), wide, wide) != -math.inf
     if not bool(finite.all()):
         b, h, i, j = (c[finite] for c in where)
         where = (b, h, i, j)
-    values = _evaluate(score_mod, (scores[where],), base.global_of(where), wide, wide)
+    values = evaluate_mod(score_mod, (scores[where],), base.global_of(where), wide, wide)
     return torch.full_like(scores, -math.inf).index_put(where, values)
 
 
@@ -228,10 +231,10 @@ def _coordinates(kept: Tensor) -> Coordinates:
     return b, h, i, j
 
 
-def _evaluate(
+def evaluate_mod(
     mod: Mod, leading: tuple[Tensor, ...], where: Coordinates, wide: torch.dtype, want: torch.dtype
 ) -> Tensor:
-    """`mod` for every element of the flat lists, as `want`."""
+    """`mod` for every element of the flat lists, as `want`: what a compiled mod of working dtype `wide` means."""
     arguments = (*leading, *(c.to(torch.int32) for c in where))
     if where[0].numel() == 0:
         return arguments[0].to(want) if leading else where[0].to(want)
@@ -242,13 +245,14 @@ def _evaluate(
 class _ScalarIndexing(TorchFunctionMode):
     """Lets `table[b, h, :, 0]` take vmapped 0-dim indices, and keeps float values in the working dtype.
 
-    Captured floats are widened when read, `.float()` and `.to(torch.float32)` mean the working dtype: one meaning at
+    Captured floats are widened, once, so that the gradients of several reads are summed wide; `.float()` and `.to(torch.float32)` mean the working dtype: one meaning at
     every precision.
     """
 
     def __init__(self, wide: torch.dtype):
         super().__init__()
         self.wide = wide
+        self.widened: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (the captured tensor, kept alive; its wide copy)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -265,7 +269,7 @@ class _ScalarIndexing(TorchFunctionMode):
     def _getitem(self, table: Tensor, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         if table.dtype.is_floating_point and table.dtype != self.wide:
-            table = table.to(self.wide)
+            table = self.widened.setdefault(id(table), (table, table.to(self.wide)))[1]
         scalar = [isinstance(i, Tensor) and i.ndim == 0 and i.dtype != torch.bool for i in index]
         if not any(scalar):
             return table[index]

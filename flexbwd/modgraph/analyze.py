@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .affine import affine_forms
-from .ir import COMPARE, F, Node, topological
+from .ir import COMPARE, Builder, F, Node, topological
 from .modplan import Guard, JClass, Keep, LoadClass
 
 POSITIONS = frozenset({"q_idx", "kv_idx"})
@@ -40,19 +40,36 @@ def j_class(j: Node) -> JClass:
     return JClass.LINEAR if reads & POSITIONS else JClass.CONST
 
 
-def keep_class(j_score: Node, load_jacobians: Sequence[Node | None] = ()) -> Keep:
+def keep_class(builder: Builder, j_score: Node, load_jacobians: Sequence[Node | None] = ()) -> Keep:
     """What the backward keeps per element, with ds' = P ∘ (dP − delta), ds = ds' · J, d(load) = ds' · J_load.
 
-    P where every factor can be recomputed from coordinates; P·J where J reads the score and every J_load is J itself
-    (or there is none); P and J where some J_load is free of the score; the score where a J_load of its own reads it.
+    P where every factor can be recomputed from coordinates; P·J where J reads the score and every J_load is J times
+    something that does not (see `quotient_by`); P and J where some J_load is free of the score; else the score.
     """
-    own = [j for j in load_jacobians if j is not None and j is not j_score]
-    reads = depends([j_score, *own])
+    found = [j for j in load_jacobians if j is not None]
+    reads = depends([j_score, *found])
+    nonlinear = "score" in reads[j_score]
+    own = [j for j in found if not (nonlinear and quotient_by(builder, j, j_score) is not None)]
     if any("score" in reads[j] for j in own):
         return Keep.SCORE
-    if "score" not in reads[j_score]:
+    if not nonlinear:
         return Keep.P
     return Keep.P_AND_J if own else Keep.P_J
+
+
+def quotient_by(builder: Builder, jacobian: Node, j_score: Node) -> Node | None:
+    """f, free of the score, with jacobian = f · j_score, where that shows: then d(load) = ds · f needs no P."""
+    if jacobian is j_score:
+        return builder.const(1.0)
+    if jacobian.op == "neg":
+        inner = quotient_by(builder, jacobian.args[0], j_score)
+        return None if inner is None else builder.emit("neg", inner)
+    if jacobian.op == "mul":
+        for x, rest in (jacobian.args, jacobian.args[::-1]):
+            inner = quotient_by(builder, x, j_score)
+            if inner is not None and "score" not in depends([rest])[rest]:
+                return builder.emit("mul", inner, rest)
+    return None
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexbwd.errors import ModDtypeError
@@ -230,10 +230,13 @@ _INFIX = {
 }  # fmt: skip
 
 
-def to_text(node: Node, names: Sequence[str] = (), max_nodes: int = 200) -> str:
-    """The expression as one line of Python-like text; `names` are the captures' names by slot.
+def to_text(
+    node: Node, names: Sequence[str] = (), max_nodes: int = 200, aliases: Mapping[Node, str] | None = None
+) -> str:
+    """The expression as one line of Python-like text.
 
-    A graph is a DAG: written out it can be exponentially long. After `max_nodes` operands, "…" stands for the rest.
+    `names` are the captures' names by slot; operands found in `aliases` are written as their alias there. A graph is a
+    DAG: written out it can be exponentially long. After `max_nodes` operands, "…" stands for the rest.
     """
     left = max_nodes
 
@@ -242,6 +245,8 @@ def to_text(node: Node, names: Sequence[str] = (), max_nodes: int = 200) -> str:
         left -= 1
         if left < 0 or depth > _MAX_DEPTH:
             return "…"
+        if depth and aliases and n in aliases:
+            return aliases[n]
         if n.op == "in":
             return str(n.attr)
         if n.op == "const":

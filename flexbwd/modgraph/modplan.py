@@ -30,7 +30,7 @@ class Keep(enum.Enum):
     """What the backward must keep per element between the score and the gradient."""
 
     P = "P"  # j_score is one or free to recompute from coordinates
-    P_J = "P*J"  # the product is enough: nothing else needs P or the score
+    P_J = "P*J"  # the product is enough: every load's Jacobian is j_score times something free of the score
     P_AND_J = "P+J"  # captured gradients need P itself beside J
     SCORE = "S"  # a load's Jacobian needs the pre-mod score
 

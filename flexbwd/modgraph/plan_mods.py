@@ -54,7 +54,7 @@ def build_mod_plan(score: TracedMod | None, score_bwd: TracedMod | None, mask: T
         score_keep=keep,
         j_score=j_score,
         j_class=j_class(j_score),
-        keep=keep_class(j_score, [s.jacobian for s in sites]),
+        keep=keep_class(builder, j_score, [s.jacobian for s in sites]),
         loads=sites,
         captures=tuple(captures),
         hash=_plan_hash([forward, j_score, keep, mask_root], sites, captures),

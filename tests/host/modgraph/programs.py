@@ -18,7 +18,8 @@ _TYPES = {F: torch.float64, I32: torch.int32, I64: torch.int64, BOOL: torch.bool
 #: what each op means, in torch
 TORCH: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "max": torch.maximum, "min": torch.minimum,
-    "pow": torch.pow, "mod": torch.remainder, "fmod": torch.fmod, "fdiv": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "pow": torch.pow, "mod": torch.remainder, "fmod": torch.fmod,
+    "fdiv": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "tdiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "where": torch.where,
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
     "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
@@ -52,7 +53,7 @@ def run(roots: Sequence[Node], inputs: dict[str, Tensor], loads: dict[Node, Tens
     return [found[r].expand(LANES) for r in roots]
 
 
-# -- float programs: score, two captured values, a distance ------------------------------------------------------------
+# -- float programs: score, two captured values, a distance -----------------------------------------------------------
 @dataclass(frozen=True)
 class Step:
     op: str
@@ -132,7 +133,7 @@ def int_inputs(seed: int) -> dict[str, Tensor]:
     return {"b": below(3), "h": below(4), "q_idx": below(9), "kv_idx": below(9)}
 
 
-# -- integer programs --------------------------------------------------------------------------------------------------
+# -- integer programs -------------------------------------------------------------------------------------------------
 INTEGERS = (0, 1, 2, 3, -1, -7, 31, 2**31 - 1, -(2**31), 2**40 + 5)
 INT_BINARY = ("add", "sub", "mul", "max", "min", "and", "or", "xor", "mod", "fdiv", "tdiv", "fmod", "shl", "shr")
 INT_UNARY = ("neg", "abs", "sign", "not")

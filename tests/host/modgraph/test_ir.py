@@ -84,7 +84,7 @@ def test_topological_gives_operands_first_and_each_once():
     assert all(position[a] < position[n] for n in order for a in n.args)
 
 
-# -- canonical_hash ------------------------------------------------------------------------------------------------------
+# -- canonical_hash ---------------------------------------------------------------------------------------------------
 def shuffled_copy(root: Node, rng: random.Random) -> Node:
     """The same expression, made in another order with other operand orders, after other nodes."""
     b = Builder()
@@ -123,7 +123,7 @@ def test_hash_tells_expressions_apart(b):
     assert canonical_hash([q], extra=("fp32",)) != canonical_hash([q], extra=("bf16",))
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------------
 def test_text_reads_like_python(b):
     score, q, k, h = (b.input(n) for n in ("score", "q_idx", "kv_idx", "h"))
     bias = b.load(0, F, [h, b.arith("sub", q, k)])
