@@ -151,5 +151,5 @@ def _section(name: str, kind: type) -> str:
     bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
     code, told = source(name), re.sub(r"\s+", " ", message(name))
     lines = textwrap.wrap(told, 100, break_long_words=False, break_on_hyphens=False)
-    parts = [f"### {name}", "", f"{meaning} Derives from {bases}.", "", "```python", code, "```", ""]
+    parts = [f"## {name}", "", f"{meaning} Derives from {bases}.", "", "```python", code, "```", ""]
     return "\n".join([*parts, "```text", *lines, "```", ""])
