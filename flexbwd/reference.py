@@ -245,8 +245,8 @@ def evaluate_mod(
 class _ScalarIndexing(TorchFunctionMode):
     """Lets `table[b, h, :, 0]` take vmapped 0-dim indices, and keeps float values in the working dtype.
 
-    Captured floats are widened, once, so that the gradients of several reads are summed wide; `.float()` and `.to(torch.float32)` mean the working dtype: one meaning at
-    every precision.
+    Captured floats are widened, once, so that the gradients of several reads are summed wide. `.float()` and
+    `.to(torch.float32)` mean the working dtype: one meaning at every precision.
     """
 
     def __init__(self, wide: torch.dtype):

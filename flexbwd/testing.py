@@ -123,9 +123,10 @@ def attention_grads(
     captures = captured_parameters(score_mod) if captures is None else captures
     q, k, v = case.leaves()
     with poisoned():
-        out, lse = flexbwd.flex_attention(
+        result: Any = flexbwd.flex_attention(
             q, k, v, score_mod, block_mask, case.scale, mask_mod=mask_mod, return_lse=True, **options
         )
+        out, lse = result
         return collect_grads(case, out, lse, (q, k, v), captures)
 
 

@@ -10,6 +10,12 @@ settings.register_profile("flexbwd", deadline=None, derandomize=True, database=N
 settings.load_profile("flexbwd")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, alone or among others."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     if hopper:

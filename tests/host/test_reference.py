@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
+from flexbwd import create_block_mask
 from flexbwd.errors import MaskError, ShapeError
 from flexbwd.reference import attention_reference, kept_elements, reference_grads
 from flexbwd.sparsity.tensors import BlockBits, BlockSparseTensors, IndexBase
@@ -251,6 +252,15 @@ def test_bits_stand_in_for_mask_mod():
     bits = BlockBits(words.to(torch.int32), slots, slots)
     mask = SimpleNamespace(q_to_kv=lists, block_size=(8, 20), mask_mod=None, bits=bits)
     assert torch.equal(kept_elements((1, 2, 8, 40), block_mask=mask), dense.expand(1, 2, 8, 40))
+
+
+@pytest.mark.parametrize("block", [16, (32, 48), 128], ids=str)
+def test_bits_of_a_tabulated_block_mask_are_its_elements(block):
+    dense = torch.rand(2, 1, 70, 90, generator=torch.Generator().manual_seed(2)) < 0.1
+    mask = create_block_mask(dense, 2, None, 70, 90, BLOCK_SIZE=block)
+    assert mask.bits is not None
+    assert torch.equal(kept_elements((2, 3, 70, 90), block_mask=mask), dense.expand(2, 3, 70, 90))
+    assert torch.equal(kept_elements((2, 3, 70, 90), dense), dense.expand(2, 3, 70, 90))
 
 
 def test_index_base_makes_a_slice_equal_to_the_whole():
