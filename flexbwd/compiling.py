@@ -11,7 +11,7 @@ and plain `flexbwd::block_lists` and `flexbwd::forward` calls are what remains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +33,9 @@ _lib = torch.library.Library("flexbwd", "FRAGMENT")
 _lib.define("mark(Tensor x, str role) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _lib.impl("mark", lambda x, role: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("flexbwd::mark", lambda x, role: torch.empty_like(x), lib=_lib)
+_lib.define("output_like(Tensor query, Tensor value) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_lib.impl("output_like", ops.output_like, "CompositeExplicitAutograd")
+torch.library.register_fake("flexbwd::output_like", ops.output_like, lib=_lib)
 
 _KINDS = {"score_mod": ModKind.SCORE, "score_mod_bwd": ModKind.SCORE_BWD, "mask_mod": ModKind.MASK}
 _ARGUMENTS = {
@@ -64,7 +67,7 @@ def call(
     def body(*tensors: Tensor) -> tuple[Tensor, ...]:
         marked = {r: torch.ops.flexbwd.mark(t, r) for r, t in zip(roles, tensors)}  # noqa: B905 (Dynamo)
         found = [mods[name](*[marked[a] for a in _ARGUMENTS[_KINDS[name]]]) for name in present]
-        out, lse = ops.output_like(marked["query"], marked["value"])
+        out, lse = torch.ops.flexbwd.output_like(marked["query"], marked["value"])
         return (out, lse, torch.empty_like(lse), *marked.values(), *found)
 
     outputs = flexbwd_call(
@@ -122,12 +125,23 @@ flexbwd_call = FlexbwdCall()
 
 # -- run by AOTAutograd, or by the eager backend -----------------------------------------------------------------------
 @dataclass(frozen=True)
+class _ModGraph:
+    """One mod cut out of the subgraph: takes its coordinates, then the operands it captures."""
+
+    name: str
+    kind: ModKind
+    module: fx.GraphModule
+    captured: tuple[int, ...]  # operands
+
+
+@dataclass(frozen=True)
 class _Parsed:
-    """A subgraph taken apart, and the traces of its mods."""
+    """A subgraph taken apart, and the traces of its mods by the facts of what they capture."""
 
     positions: dict[str, int]  # role -> operand
     outputs: int  # how many values the subgraph returns
-    mods: tuple[tuple[TracedMod, tuple[int, ...]] | None, ...]  # score, score_bwd, mask: trace, captured operands
+    mods: tuple[_ModGraph | None, ...]  # score_mod, score_mod_bwd, mask_mod
+    traces: dict[tuple[Any, ...], tuple[tuple[TracedMod, tuple[int, ...]] | None, ...]]
 
 
 _parsed: WeakKeyDictionary[fx.GraphModule, _Parsed] = WeakKeyDictionary()
@@ -136,19 +150,20 @@ _parsed: WeakKeyDictionary[fx.GraphModule, _Parsed] = WeakKeyDictionary()
 def _run(subgraph: fx.GraphModule, operands: Sequence[Any], static: dict[str, Any]) -> tuple[Tensor, ...]:
     parsed = _parsed.get(subgraph)
     if parsed is None:
-        parsed = _parsed[subgraph] = _parse(subgraph, operands, static["mods"])
+        parsed = _parsed[subgraph] = _parse(subgraph, static["mods"])
     at = {role: operands[i] for role, i in parsed.positions.items()}
     query, key, value = at["query"], at["key"], at["value"]
     problem = Problem.of(query, key, value, static["scale"] if static["scaled"] else None)
+    mods = _traces(parsed, operands, query.device)
     captures: list[Tensor] = []
-    for entry in parsed.mods:
+    for entry in mods:
         if entry is not None:
             traced, where = entry
             warn_narrowing(traced, stat_dtype(query.dtype))
             captures += traced.prologue.run([operands[i] for i in where])
     elements = static["tile_elements"]
     numerics = Numerics(static["precision"], None if elements < 0 else elements)
-    linked = link(tuple(e and e[0] for e in parsed.mods), tuple(static["block_size"]), numerics)
+    linked = link(tuple(e and e[0] for e in mods), tuple(static["block_size"]), numerics)
     base = None
     if static["based"]:
         base = IndexBase(*static["offsets"], at.get("q_base"), at.get("kv_base"), tuple(static["block_size"]))
@@ -166,27 +181,29 @@ def _given_lists(at: dict[str, Tensor]) -> BlockLists | None:
     return BlockLists(both[0], both[1], bits)
 
 
-def _parse(subgraph: fx.GraphModule, operands: Sequence[Any], present: Sequence[str]) -> _Parsed:
-    nodes = list(subgraph.graph.nodes)
-    inputs = [n for n in nodes if n.op == "placeholder"]
-    marks = {
-        n.args[1]: n for n in nodes if n.target is torch.ops.flexbwd.mark.default or n.target is torch.ops.flexbwd.mark
-    }
-    positions = {role: inputs.index(mark.args[0]) for role, mark in marks.items()}
-    (output,) = (n for n in nodes if n.op == "output")
-    results = dict(zip(present, output.args[0][-len(present) :], strict=True)) if present else {}
-    mods: list[tuple[TracedMod, tuple[int, ...]] | None] = []
+def _traces(
+    parsed: _Parsed, operands: Sequence[Any], device: torch.device
+) -> tuple[tuple[TracedMod, tuple[int, ...]] | None, ...]:
+    """Each mod's trace and the operands that are its captured tensors, in the prologue's order."""
+    used = sorted({i for mod in parsed.mods if mod is not None for i in mod.captured})
     with _disable_current_modes():
-        stand_ins = [_stand_in(x) for x in operands]
-        for name, kind in _KINDS.items():
-            if name not in results:
-                mods.append(None)
-                continue
-            function = _mod_function(subgraph, marks, kind, results[name], stand_ins, name)
-            device = operands[positions["query"]].device
-            traced, tensors = trace(function, kind, device=device)
-            mods.append((traced, tuple(_index_of(t, stand_ins) for t in tensors)))
-    return _Parsed(positions, len(output.args[0]), tuple(mods))
+        stand_ins = {i: _stand_in(operands[i]) for i in used}
+        key = tuple(_facts(x) for x in stand_ins.values())
+        found = parsed.traces.get(key)
+        if found is None:
+            found = parsed.traces[key] = tuple(m and _trace(m, stand_ins, device) for m in parsed.mods)
+    return found
+
+
+def _trace(mod: _ModGraph, stand_ins: dict[int, Any], device: torch.device) -> tuple[TracedMod, tuple[int, ...]]:
+    captured = [stand_ins[i] for i in mod.captured]
+
+    def compiled_mod(*coordinates: Tensor) -> Tensor:
+        return mod.module(*coordinates, *captured)  # type: ignore[no-any-return]
+
+    compiled_mod.__name__ = compiled_mod.__qualname__ = mod.name
+    traced, tensors = trace(compiled_mod, mod.kind, device=device)
+    return traced, tuple(next(i for i, s in stand_ins.items() if s is t) for t in tensors)
 
 
 def _stand_in(x: Any) -> Any:
@@ -198,32 +215,43 @@ def _stand_in(x: Any) -> Any:
     return int(x) if isinstance(x, torch.SymInt) else float(x) if isinstance(x, torch.SymFloat) else x
 
 
-def _index_of(tensor: Tensor, stand_ins: Sequence[Any]) -> int:
-    return next(i for i, s in enumerate(stand_ins) if s is tensor)
+def _facts(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, Tensor):
+        return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    return (type(x), repr(x))
 
 
-def _mod_function(
-    subgraph: fx.GraphModule,
-    marks: dict[str, fx.Node],
-    kind: ModKind,
-    result: fx.Node,
-    stand_ins: Sequence[Any],
-    name: str,
-) -> Callable[..., Tensor]:
-    """One mod of the subgraph as a function of its coordinates, closed over stand-ins for what it captures."""
-    graph = fx.Graph()
+def _parse(subgraph: fx.GraphModule, present: Sequence[str]) -> _Parsed:
+    nodes = list(subgraph.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    mark_ops = (torch.ops.flexbwd.mark, torch.ops.flexbwd.mark.default)
+    marks = {n.args[1]: n for n in nodes if n.target in mark_ops}
+    positions = {role: inputs.index(mark.args[0]) for role, mark in marks.items()}
+    (output,) = (n for n in nodes if n.op == "output")
+    results = dict(zip(present, output.args[0][-len(present) :], strict=True)) if present else {}
+    mods = tuple(_mod_graph(subgraph, marks, name, results[name]) if name in results else None for name in _KINDS)
+    return _Parsed(positions, len(output.args[0]), mods, {})
+
+
+def _mod_graph(subgraph: fx.GraphModule, marks: dict[str, fx.Node], name: str, result: fx.Node) -> _ModGraph:
+    graph, kind = fx.Graph(), _KINDS[name]
     mapped = {marks[a]: graph.placeholder(a) for a in _ARGUMENTS[kind]}
-    captured = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
-    mapped |= {n: graph.placeholder(f"capture{i}") for i, n in enumerate(captured)}
+    operands = [n for n in subgraph.graph.nodes if n.op == "placeholder"]
+    mapped |= {n: graph.placeholder(f"capture{i}") for i, n in enumerate(operands)}
     for node in subgraph.graph.nodes:
         if node.op != "output" and node not in mapped:
-            mapped[node] = graph.node_copy(node, mapped.__getitem__)
+            mapped[node] = _copied(graph, node, mapped, marks["score"])
     graph.output(mapped[result])
     graph.eliminate_dead_code()
-    module = fx.GraphModule(subgraph, graph)
+    captured = tuple(i for i, n in enumerate(operands) if mapped[n].users)
+    for node in operands:
+        if not mapped[node].users:
+            graph.erase_node(mapped[node])
+    return _ModGraph(name, kind, fx.GraphModule(subgraph, graph), captured)
 
-    def compiled_mod(*coordinates: Tensor) -> Tensor:
-        return module(*coordinates, *stand_ins)  # type: ignore[no-any-return]
 
-    compiled_mod.__name__ = compiled_mod.__qualname__ = name
-    return compiled_mod
+def _copied(graph: fx.Graph, node: fx.Node, mapped: dict[fx.Node, fx.Node], score: fx.Node) -> fx.Node:
+    """`node` in the new graph. A Python float that changes comes as a tensor and its `.item()`: here a 0-d capture."""
+    if node.op == "call_method" and node.target == "item" and node.args[0].op == "placeholder":
+        return graph.call_method("to", (mapped[node.args[0]], score.meta["example_value"].dtype))
+    return graph.node_copy(node, mapped.__getitem__)

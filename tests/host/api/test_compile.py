@@ -13,6 +13,7 @@ BACKENDS = ["eager", "aot_eager"]
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -74,11 +75,12 @@ def test_new_mask_values_need_no_recompile_and_change_the_result():
     assert counter["stats"]["unique_graphs"] == 1
 
 
-def test_another_captured_number_is_seen():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_captured_number_is_seen(backend):
     def attend(q, k, v, cap):
         return flex_attention(q, k, v, lambda s, b, h, i, j: cap * torch.tanh(s / cap), return_lse=True)
 
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
     for cap in (2, 3, 4, 2.5, 3.5):
         torch.testing.assert_close(run(compiled, *inputs(), cap), run(attend, *inputs(), cap))
 
@@ -124,7 +126,6 @@ def test_dynamic_lengths_share_a_graph():
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
     counter = torch._dynamo.utils.counters
-    counter.clear()
     for length in (40, 150, 301):
         torch.testing.assert_close(run(compiled, *inputs(length)), run(attend, *inputs(length)))
     assert counter["stats"]["unique_graphs"] == 1
@@ -159,6 +160,7 @@ def test_fake_tensors_flow_through():
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_compiles_the_layer():
     layer, ids = Layer(), torch.arange(150) // 60
     want = run(layer, *inputs(), ids, params=[layer.slopes])
