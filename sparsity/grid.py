@@ -97,8 +97,9 @@ class BlockGrid:
     def lead(self) -> int:
         return len(self.b)
 
-    def strips(self, cells: int = _STRIP_CELLS) -> Iterator[tuple[slice, slice]]:
+    def strips(self, cells: int | None = None) -> Iterator[tuple[slice, slice]]:
         """(lead, rows) slices of about `cells` blocks, at least one row, that visit every row of blocks once."""
+        cells = _STRIP_CELLS if cells is None else cells
         width = max(1, self.kv.blocks)
         rows = max(1, min(_STRIP_ROWS, cells // width, self.q.blocks))
         leads = max(1, cells // (rows * width))

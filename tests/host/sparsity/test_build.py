@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flexbwd.errors import MaskError
 from flexbwd.modgraph.ir import BOOL, I32, I64, Builder, F, Node
+from flexbwd.sparsity import classify, grid
 from flexbwd.sparsity.build import build_lists
 from flexbwd.sparsity.tensors import BlockSparseTensors, IndexBase
 
@@ -218,13 +219,19 @@ def test_index_base_shifts_every_coordinate(brute, block_size):
 
 
 def test_many_heads_and_strips_equal_brute_force(brute, monkeypatch):
-    from flexbwd.sparsity import build, grid
-
     monkeypatch.setattr(grid, "_STRIP_ROWS", 3)
-    monkeypatch.setattr(grid.BlockGrid.strips, "__defaults__", (40,))
-    monkeypatch.setattr(build, "_ELEMENTS", 1000)
+    monkeypatch.setattr(grid, "_STRIP_CELLS", 40)
+    monkeypatch.setattr(classify, "_ELEMENTS", 1000)
+    monkeypatch.setattr(classify, "_CELLS", 100)
     root, captures = Masks().alternating_heads((300, 300))
     assert_equals_brute_force(brute, root, captures, (2, 5, 300, 300), (16, 64))
+
+
+@pytest.mark.parametrize("name", ["natten", "shuffled_documents"])
+def test_huge_blocks_are_searched_in_larger_cells(brute, name, monkeypatch):
+    monkeypatch.setattr(classify, "_MOST_CELLS", 3)
+    root, captures = getattr(Masks(), name)((400, 400))
+    assert_equals_brute_force(brute, root, captures, (None, None, 400, 400), (256, 192))
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -261,7 +268,8 @@ def test_an_index_base_of_another_length_is_refused():
 _MEASURE = """
     import resource, time, torch
     from flexbwd.modgraph.ir import I64, Builder
-    from flexbwd.sparsity.build import build_lists
+    from flexbwd.sparsity import classify, grid
+from flexbwd.sparsity.build import build_lists
 
     torch.set_num_threads(2)
     build = Builder()
