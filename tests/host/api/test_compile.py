@@ -126,7 +126,7 @@ def test_dynamic_lengths_share_a_graph():
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
     counter = torch._dynamo.utils.counters
-    for length in (40, 150, 301):
+    for length in (150, 301, 1000):  # one block alone is a size of its own to torch
         torch.testing.assert_close(run(compiled, *inputs(length)), run(attend, *inputs(length)))
     assert counter["stats"]["unique_graphs"] == 1
 
