@@ -16,13 +16,14 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest  # noqa: E40
 
 from flexbwd import errors  # noqa: E402
 from flexbwd.api import flex_attention, warmup  # noqa: E402
-from flexbwd.modgraph.report import check_mod  # noqa: E402
+from flexbwd.modgraph.report import ModReport, check_mod  # noqa: E402
 from flexbwd.sparsity import BlockMask, and_masks, create_block_mask, noop_mask, not_mask, or_masks  # noqa: E402
 
 __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "ModReport",
     "and_masks",
     "check_mod",
     "create_block_mask",
