@@ -71,7 +71,7 @@ def _block_lists(
 ) -> list[Tensor]:
     found = lookup(plan)
     assert found.mods.mask is not None
-    index_base = IndexBase(*offsets, *base, block_size=found.block_size) if base else None
+    index_base = IndexBase(offsets[0], offsets[1], base[0], base[1], block_size=found.block_size) if base else None
     lists = build_lists(
         found.mods.mask,
         captures,

@@ -64,7 +64,8 @@ def _operands(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tens
     plan = lookup(static.plan)
     base = None
     if static.base:
-        base = IndexBase(*static.offsets, *static.base, block_size=plan.block_size)
+        (b_off, h_off), (q_base, kv_base) = static.offsets, static.base
+        base = IndexBase(b_off, h_off, q_base, kv_base, plan.block_size)
     blocks = _unflatten_blocks(static.blocks)
     return Operands(query, key, value, tuple(captures), blocks, base, static.scale, plan)
 
@@ -91,7 +92,7 @@ def _backward_cpu(
 ) -> list[Tensor]:
     *static, needs = static_and_needs
     op = _operands(query, key, value, captures, Static(*static))
-    wanted = Needs(*needs[:3], captures=tuple(needs[3:]))
+    wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[3:]))
     grads = cpu.backward(op, out, lse, grad_out, grad_lse, wanted)
     found = [grads.query, grads.key, grads.value, *grads.captures]
     return [g for g, need in zip(found, needs, strict=True) if need]  # type: ignore[misc]

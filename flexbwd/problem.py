@@ -71,5 +71,5 @@ def _memory_order(like: Tensor) -> list[int]:
     sized = [d for d in dims if like.shape[d] != 1]
     if any(like.stride(d) == 0 for d in sized):
         return list(range(like.dim()))
-    by_stride = iter(sorted(sized, key=lambda d: -like.stride(d)))
+    by_stride = iter(sorted(sized, key=lambda d: -like.stride()[d]))
     return [next(by_stride) if d in sized else d for d in dims] + [like.dim() - 1]

@@ -49,8 +49,8 @@ def hand_out(
     if bits is not None:
         moved = words if device is None else words.to(device)  # type: ignore[union-attr]
         bits = BlockBits(moved, give(bits.q_to_kv_slot), give(bits.kv_to_q_slot))  # type: ignore[arg-type]
-    both = (BlockSparseTensors(*map(give, lists)) for lists in (q_to_kv, kv_to_q))  # type: ignore[arg-type]
-    return BlockLists(*both, bits)
+    rows, columns = (BlockSparseTensors(*map(give, lists)) for lists in (q_to_kv, kv_to_q))  # type: ignore[arg-type]
+    return BlockLists(rows, columns, bits)
 
 
 class _Collector:

@@ -80,7 +80,7 @@ class _Reverse:
         if x.is_const:
             return self.const(x.value / y.value)
         c, rest = _split_constant(x)
-        if rest is not x:
+        if rest is not None and rest is not x:
             return self.times(self.const(c / y.value), rest)
         return self.times(x, self.const(1.0 / y.value))
 
@@ -106,9 +106,9 @@ def _split_constant(x: Node) -> tuple[float, Node | None]:
         c, rest = _split_constant(x.args[0])
         return -c, rest
     if x.op == "mul":
-        for c, rest in (x.args, x.args[::-1]):
-            if c.is_const:
-                return float(c.value), rest
+        for factor, other in (x.args, x.args[::-1]):
+            if factor.is_const:
+                return float(factor.value), other
     return 1.0, x
 
 

@@ -55,8 +55,8 @@ def trace(mod: Mod, kind: ModKind, *, device: torch.device | str) -> tuple[Trace
             if entry is not None:
                 _by_key.move_to_end(key)
         if entry is not None:
-            tensors = found.tensors
-            return entry.traced, tuple([tensors[i] for i in entry.used])
+            reached = found.tensors
+            return entry.traced, tuple([reached[i] for i in entry.used])
     traced, tensors = _traced(mod, kind, device, found)
     _remember(mod, key, found, traced, tensors)
     return traced, tensors

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .interval_base import Array, Range, contains, corners, either, outward, reaches_inf, whole, widen
-from .ir import F
+from .interval_base import Array, Range, contains, corners, either, outward, reaches_inf, widen
 
 
 def float_add(x: Range, y: Range) -> Range:
@@ -170,7 +169,7 @@ def float_sign(x: Range) -> Range:
 
 
 def float_tan(x: Range) -> Range:
-    return whole(F)._replace(nan=either(x.nan, reaches_inf(x)))  # type: ignore[union-attr]
+    return Range(np.array(-np.inf), np.array(np.inf), either(x.nan, reaches_inf(x)))
 
 
 #: Float ops: (x[, y]) -> Range.

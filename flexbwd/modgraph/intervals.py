@@ -9,7 +9,7 @@ their index range really covers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -216,6 +216,7 @@ def _as_int(x: Interval) -> Range:
 
 
 def _select(condition: Interval, x: Interval, y: Interval) -> Interval:
+    assert isinstance(condition, Truth)
     no, yes = condition
     if isinstance(x, Truth):
         return Truth((yes & x[0]) | (no & y[0]), (yes & x[1]) | (no & y[1]))
@@ -256,7 +257,7 @@ def _truth_xor(x: Truth, y: Truth) -> Truth:
     return Truth((x.no & y.no) | (x.yes & y.yes), (x.no & y.yes) | (x.yes & y.no))
 
 
-_BOOL_OPS = {
+_BOOL_OPS: dict[str, Callable[..., Truth]] = {
     "and": _truth_and,
     "or": _truth_or,
     "xor": _truth_xor,

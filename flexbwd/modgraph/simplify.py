@@ -249,9 +249,9 @@ def _compare(build: Builder, op: str, x: Node, y: Node) -> Node | None:
             if b.is_const:
                 return a if b.value is (op == "eq") else build.emit("not", a)
     if x.dtype is I64:  # numbers that are i32 compare as i32
-        narrow = [_as_i32(build, a) for a in (x, y)]
-        if all(narrow):
-            return build.emit(op, *narrow)
+        narrow_x, narrow_y = _as_i32(build, x), _as_i32(build, y)
+        if narrow_x is not None and narrow_y is not None:
+            return build.emit(op, narrow_x, narrow_y)
     if op in ("eq", "ne"):
         for a, b in ((x, y), (y, x)):
             if b.is_value(0) and a.op == "cast" and a.args[0].dtype is BOOL:  # how torch says bool(a)
