@@ -166,8 +166,10 @@ class Fingerprint:
         self._depth -= 1
 
     def _defaults(self, fn: FunctionType, path: Path) -> None:
-        for i, default in enumerate(fn.__defaults__ or ()):
-            self.value(default, (path, "default", i))
+        defaults = fn.__defaults__ or ()
+        first = fn.__code__.co_argcount - len(defaults)
+        for i, default in enumerate(defaults):
+            self.value(default, (path, "default", (i, fn.__code__.co_varnames[first + i])))
         for name, default in (fn.__kwdefaults__ or {}).items():
             self.value(default, (path, "kwdefault", name))
 
@@ -262,12 +264,24 @@ class Fingerprint:
         elif is_trusted_module(kind.__module__) and (kind.__name__ in ("ufunc", "OpOverload", "OpOverloadPacket")):
             self.parts.append(obj)
         elif isinstance(obj, torch.nn.Module) and is_trusted_module(kind.__module__):
-            self.parts.append(kind)
-            self._mapping(obj.__dict__, (path, "attr", "__dict__"))
+            self._torch_module(obj, path)
         elif called and callable(obj) and not hasattr(kind, "__getitem__"):
             self._callable_object(obj, kind, path)
         else:
             self.give_up(obj)
+
+    def _torch_module(self, module: torch.nn.Module, path: Path) -> None:
+        """A container of torch.nn: all of its state."""
+        self.parts.append(type(module))
+        for name, part in module.__dict__.items():
+            self.parts.append(name)
+            if name not in ("_parameters", "_buffers", "_modules"):
+                self.value(part, (path, "attr", name))
+            elif self._enter(part):
+                for key, child in part.items():
+                    self.parts.append(key)
+                    self.value(child, (path, "attr", key))
+                self._depth -= 1
 
     def _callable_object(self, obj: Any, kind: type, path: Path) -> None:
         """An object with `__call__`, or a Module with `forward` and no hooks, that is only called."""

@@ -99,7 +99,7 @@ class Importer(Recorder):
             return out
         outs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, (tuple, list)) else []
         if not outs or not all(isinstance(o, Tensor) for o in outs):
-            raise self.data_dependent(name)
+            raise self.data_dependent(name, captured=True)
 
         def named(a: Any) -> Any:
             if isinstance(a, Tensor):
@@ -157,6 +157,7 @@ class Importer(Recorder):
                 self._bind_indexed(o, pull)
             return out
         if name in VIEWS:
+
             def lifted(a: Any) -> Any:
                 return values[id(a)] if isinstance(a, Tensor) else a
 
@@ -205,7 +206,7 @@ class Importer(Recorder):
                 return result
         if any(v.is_indexed and v.shape for v in values.values()) or name in ("stack", "cat"):
             remedy = "compute it outside the mod and capture the result; inside a mod every value is a scalar"
-            problem = f"{name} works on a vector that depends on an index"
+            problem = f"{name.strip('_')} works on a vector that depends on an index"
             raise self.error(ModShapeError, problem, op=name, remedy=remedy)
         remedy = _REMEDY.get(name, _SUPPORTED)
         raise self.error(ModUnsupportedOpError, f"torch operator {name} is not supported", op=name, remedy=remedy)

@@ -66,7 +66,7 @@ class IndexMode(TorchFunctionMode):
     def _converted(self, name: str, tensor: Tensor) -> Any:
         value = self.recorder.value(tensor)
         if value.literal is None or value.literal.numel() != 1:
-            raise self.recorder.data_dependent(_spelled(name))
+            raise self.recorder.data_dependent(_spelled(name), captured=not value.is_indexed)
         return _CONVERSIONS[name](value.literal.item())
 
     def _literal(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -29,12 +29,12 @@ class CapturePath:
 _EXPANDED = {
     "cell": lambda key: (("attr", "__closure__"), ("item", key[0]), ("attr", "cell_contents")),
     "global": lambda key: (("attr", "__globals__"), ("item", key)),
-    "default": lambda key: (("attr", "__defaults__"), ("item", key)),
+    "default": lambda key: (("attr", "__defaults__"), ("item", key[0])),
     "kwdefault": lambda key: (("attr", "__kwdefaults__"), ("item", key)),
     "attr": lambda key: (("attr", key),),
     "item": lambda key: (("item", key),),
 }
-_HIDDEN = ("__func__", "func", "_torchdynamo_orig_callable", "_orig_mod", "__dict__", "_parameters", "_buffers")
+_HIDDEN = ("__func__", "func", "_torchdynamo_orig_callable", "_orig_mod", "__dict__")
 
 
 def capture_path(path: Any) -> CapturePath:
@@ -52,16 +52,12 @@ def capture_path(path: Any) -> CapturePath:
 
 
 def _named(name: str, kind: str, key: Any) -> str:
-    if kind == "cell":
+    if kind in ("cell", "default"):
         return key[1]
     if kind in ("global", "kwdefault"):
         return str(key)
-    if kind == "default":
-        return f"default {key}"
-    if kind == "item":
-        return f"{name}[{key!r}]"
-    if key in ("__self__",):
+    if kind == "item" or key.isdigit():  # a ParameterList holds attributes named by numbers
+        return f"{name}[{int(key) if kind == 'attr' else key!r}]"
+    if key == "__self__":
         return "self"
-    if key in _HIDDEN:
-        return name
-    return f"{name or 'self'}.{key}"
+    return name if key in _HIDDEN else f"{name or 'self'}.{key}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from .values import Coords, Value, ir_dtype
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
+_SPELLED = {"_local_scalar_dense": "a slice bound or other Python number", "equal": "torch.equal"}
 _tracing = threading.local()
 
 
@@ -72,8 +73,8 @@ class Recorder:
         slots: register of every load slot.  lines: user's line of the first call that made a node.
     """
 
-    def __init__(self, mod: str, device: torch.device) -> None:
-        self.mod, self.device = mod, device
+    def __init__(self, mod: str, device: torch.device, given: Mapping[int, str]) -> None:
+        self.mod, self.device, self._given = mod, device, given
         self.builder = Builder()
         self.fake_mode = FakeTensorMode()
         self.captures: list[Tensor] = []
@@ -120,32 +121,33 @@ class Recorder:
         return value
 
     def _capture(self, tensor: Tensor) -> Value:
-        self._check_capture(tensor)
+        name = self._given.get(id(tensor), "captured tensor")
+        self._check_capture(tensor, name)
         register = Register(-1 - len(self.captures))
         self.captures.append(tensor)
-        self.names[register] = f"capture{len(self.captures) - 1}"
+        self.names[register] = name
         with self.fake_mode:
             shape, stride = [int(n) for n in tensor.shape], [int(n) for n in tensor.stride()]
             stand_in = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
         self._stand_ins[id(tensor)] = stand_in
         return Value(tuple(shape), tensor.dtype, self._loader(register, tensor.dtype), register)
 
-    def _check_capture(self, t: Tensor) -> None:
+    def _check_capture(self, t: Tensor, name: str) -> None:
         kind = type(t).__name__
         layout = "a nested tensor" if t.is_nested else "" if t.layout == torch.strided else f"{t.layout}"
         if layout or t.is_quantized:
             remedy = "capture a dense tensor: .to_dense(), or .to_padded_tensor(0)"
-            raise self.error(ModCaptureError, f"captured tensor is {layout or 'quantized'}", remedy=remedy)
+            raise self.error(ModCaptureError, f"{name} is {layout or 'quantized'}", remedy=remedy)
         if type(t) not in _PLAIN and type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-            raise self.error(ModCaptureError, f"captured tensor is a {kind}", remedy="capture a plain local tensor")
+            raise self.error(ModCaptureError, f"{name} is a {kind}", remedy="capture a plain local tensor")
         if torch._C._functorch.is_functorch_wrapped_tensor(t):
             remedy = "call flexbwd outside torch.func transforms"
-            raise self.error(ModCaptureError, "captured tensor belongs to a torch.func transform", remedy=remedy)
+            raise self.error(ModCaptureError, f"{name} belongs to a torch.func transform", remedy=remedy)
         if t.device.type == "meta":
-            raise self.error(ModCaptureError, "captured tensor is on device meta", remedy=f"move it to {self.device}")
+            raise self.error(ModCaptureError, f"{name} is on device meta", remedy=f"move it to {self.device}")
         if ir_dtype(t.dtype) is None:
             remedy = "convert it to a float, int32, int64 or bool tensor outside the mod"
-            raise self.error(ModDtypeError, f"captured tensor has dtype {t.dtype}", remedy=remedy)
+            raise self.error(ModDtypeError, f"{name} has dtype {t.dtype}", remedy=remedy)
 
     def _literal(self, tensor: Tensor) -> Value:
         """A tensor written out in the mod's own text."""
@@ -203,11 +205,17 @@ class Recorder:
             remedy = "compute it outside the mod and capture the result"
             raise self.error(ModShapeError, problem, op=op_name(func), remedy=remedy) from None
         except DataDependentOutputException:
-            raise self.data_dependent(op_name(func)) from None
+            raise self.data_dependent(op_name(func), captured=True) from None
 
-    def data_dependent(self, name: str) -> ModError:
-        remedy = "write torch.where(condition, a, b) for if/else, & | ~ for and/or/not, torch functions for math's"
+    def data_dependent(self, name: str, captured: bool = False) -> ModError:
+        """`captured`: the value is a captured tensor's, which may change between calls."""
+        name = _SPELLED.get(name, name)
+        if captured:
+            problem = f"{name} reads the value of a captured tensor, which may be another at the next call"
+            remedy = "capture a Python number instead, or stay with tensor operations"
+            return self.error(ModDataDependentError, problem, op=name, remedy=remedy)
         problem = f"{name} asks for a Python value of a tensor, which is known only inside the kernel"
+        remedy = "write torch.where(condition, a, b) for if/else, & | ~ for and/or/not, torch functions for math's"
         return self.error(ModDataDependentError, problem, op=name, remedy=remedy)
 
     def mutation(self, name: str) -> ModError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,10 +93,10 @@ def trace_once(
     """
     name = name_of(mod)
     check_arity(mod, kind, name)
-    recorder = Importer(name, device)
+    recorder = Importer(name, device, names)
     output = _run(unwrap(mod), kind, recorder)
-    node = _checked_result(output, kind, recorder)
-    return _finish(mod, kind, recorder, node, names)
+    node = _checked_result(output, kind, recorder, defined_at(mod))
+    return _finish(mod, kind, recorder, node)
 
 
 def check_arity(mod: Mod, kind: ModKind, name: str) -> None:
@@ -134,9 +134,8 @@ def _run(mod: Mod, kind: ModKind, recorder: Recorder) -> Any:
             raise ModTraceError(problem, mod=recorder.mod, where=error_line(error), remedy=remedy) from error
 
 
-def _checked_result(output: Any, kind: ModKind, recorder: Recorder) -> Node:
+def _checked_result(output: Any, kind: ModKind, recorder: Recorder, where: str) -> Node:
     """The scalar node a mod returned, of its kind's type."""
-    where = ""
     is_mask = kind is ModKind.MASK
     if is_mask and isinstance(output, (bool, int)):
         problem = f"mask_mod returned the Python {type(output).__name__} {output}, not a bool tensor"
@@ -163,9 +162,7 @@ def _checked_result(output: Any, kind: ModKind, recorder: Recorder) -> Node:
     return node if is_mask else recorder.builder.cast(node, F)
 
 
-def _finish(
-    mod: Mod, kind: ModKind, recorder: Recorder, output: Node, names: dict[int, str]
-) -> tuple[TracedMod, tuple[Tensor, ...]]:
+def _finish(mod: Mod, kind: ModKind, recorder: Recorder, output: Node) -> tuple[TracedMod, tuple[Tensor, ...]]:
     """Only what the output needs, in a Builder of its own, load slots numbered by first use."""
     builder, copies, slots = Builder(), {}, {}
     for node in topological([output]):
@@ -176,11 +173,10 @@ def _finish(
         else:
             copies[node] = builder.rebuild(node, args)
     registers = [recorder.slots[old] for old in slots]
-    _rename(recorder, names)
     prologue, used = prune(recorder.steps, registers)
     specs = tuple(_spec(recorder, r) for r in registers)
     if kind is ModKind.MASK:
-        _check_mask_captures(recorder, copies[output], specs)
+        _check_mask_captures(recorder, output, slots, specs)
     narrowed = [f"captured tensor {s.name}" for s in specs if s.dtype == torch.float64]
     facts = (
         kind.value,
@@ -204,22 +200,16 @@ def _finish(
     return traced, tuple(recorder.captures[i] for i in used)
 
 
-def _rename(recorder: Recorder, names: dict[int, str]) -> None:
-    """Captured tensors by the user's names, also inside the names of what is computed from them."""
-    for i, tensor in enumerate(recorder.captures):
-        if id(tensor) in names:
-            old, new = f"capture{i}", names[id(tensor)]
-            for register, text in recorder.names.items():
-                recorder.names[register] = new if text == old else text.replace(f"{old})", f"{new})")
-
-
 def _spec(recorder: Recorder, register: Register) -> CaptureSpec:
     tensor = recorder.tensors[register]
     shape = tuple(int(n) for n in tensor.shape)
     return CaptureSpec(recorder.names[register], tensor.dtype, shape, tensor.requires_grad)
 
 
-def _check_mask_captures(recorder: Recorder, output: Node, specs: Sequence[CaptureSpec]) -> None:
+def _check_mask_captures(
+    recorder: Recorder, output: Node, slots: Mapping[int, int], specs: Sequence[CaptureSpec]
+) -> None:
+    """No gradient can flow through a mask, so none may be asked for; `detach` says that it is meant."""
     stack, seen = [output], set()
     while stack:
         node = stack.pop()
@@ -227,8 +217,9 @@ def _check_mask_captures(recorder: Recorder, output: Node, specs: Sequence[Captu
             continue
         seen.add(node)
         stack += node.args
-        if node.op == "load" and specs[int(node.attr)].requires_grad:  # type: ignore[call-overload]
-            name = specs[int(node.attr)].name  # type: ignore[call-overload]
-            problem = f"mask_mod reads {name}, which requires grad, but a mask has no gradient"
-            remedy = f"write {name}.detach() in the mask, or move the term into score_mod"
-            raise ModCaptureError(problem, mod=recorder.mod, remedy=remedy)
+        spec = specs[slots[int(node.attr)]] if node.op == "load" else None  # type: ignore[call-overload]
+        if spec is not None and spec.requires_grad:
+            problem = f"mask_mod reads {spec.name}, which requires grad, but a mask has no gradient"
+            remedy = f"write {spec.name}.detach() in the mask, or move the term into score_mod"
+            where = recorder.lines.get(node, "")
+            raise ModCaptureError(problem, mod=recorder.mod, where=where, remedy=remedy)

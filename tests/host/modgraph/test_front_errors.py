@@ -93,9 +93,7 @@ def chained(b, h, q_idx, kv_idx):
     return 0 <= q_idx - kv_idx < 4
 
 
-DATA_DEPENDENT = [
-    branch, item, integer, sine, ranged, sliced, captured_number, compared, listed, bool_index,
-]  # fmt: skip
+DATA_DEPENDENT = [branch, item, integer, sine, ranged, sliced, compared, listed, bool_index]
 
 
 @pytest.mark.parametrize("mod", DATA_DEPENDENT, ids=lambda m: m.__name__)
@@ -103,6 +101,16 @@ def test_a_python_value_of_an_index_is_refused(mod):
     found = fails(mod, ModKind.SCORE, errors.ModDataDependentError, mod.__name__, "torch.where")
     assert re.fullmatch(r"test_front_errors\.py:\d+", found.where)
     assert found.op
+
+
+def test_the_value_of_a_captured_tensor_is_refused():
+    fails(captured_number, ModKind.SCORE, errors.ModDataDependentError, "may be another at the next call", "number")
+    fails(
+        lambda s, b, h, q, k: s if torch.equal(TABLE, TABLE) else -s,
+        ModKind.SCORE,
+        errors.ModDataDependentError,
+        "torch.equal",
+    )
 
 
 @pytest.mark.parametrize("mod", [both, either, negated, chained], ids=lambda m: m.__name__)
@@ -189,7 +197,8 @@ def activation_in_place(score, b, h, q_idx, kv_idx):
 
 
 MUTATIONS = [
-    adds_in_place, method_in_place, writes_capture, writes_capture_constant, fills_leaf, out_argument, activation_in_place,
+    adds_in_place, method_in_place, writes_capture, writes_capture_constant, fills_leaf, out_argument,
+    activation_in_place,
 ]  # fmt: skip
 
 
