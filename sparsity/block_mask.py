@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from . import check, convert, evaluate, moving, render, slicing
 from .combine import MaskMod
 from .lists import ceil_div, class_grid
+from .outside_graphs import outside_graphs
 from .tabulate import tabulate_tensor
 from .tensors import BlockBits, BlockLists, BlockSparseTensors, IndexBase
 
@@ -64,6 +65,7 @@ class BlockMask:
         return cls(parts.lists, parts.block_size, parts.seq_lengths, parts.mask_mod, bound=parts.bound)
 
     @classmethod
+    @outside_graphs
     def from_kv_blocks(
         cls,
         kv_num_blocks: Tensor,
@@ -113,6 +115,7 @@ class BlockMask:
         lists = tabulate_tensor(self.element_mask(), batch, heads, q_len, kv_len, self.block_size, self.device)
         return BlockMask(lists, self.block_size, self.seq_lengths, built=True, bound=self.bound)
 
+    @outside_graphs
     def to_torch(self) -> TorchBlockMask:
         """The same lists, in the same order, as torch's BlockMask.
 
@@ -120,6 +123,17 @@ class BlockMask:
         the mask_mod only and never looks at the lists: where these keep less than the mask_mod, compile torch's call.
         """
         return convert.to_torch(self)
+
+    # -- torch's names ------------------------------------------------------------------------------------------------
+    kv_num_blocks = property(lambda self: self.q_to_kv.mask_block_cnt)
+    kv_indices = property(lambda self: self.q_to_kv.mask_block_idx)
+    full_kv_num_blocks = property(lambda self: self.q_to_kv.full_block_cnt)
+    full_kv_indices = property(lambda self: self.q_to_kv.full_block_idx)
+    q_num_blocks = property(lambda self: self.kv_to_q.mask_block_cnt)
+    q_indices = property(lambda self: self.kv_to_q.mask_block_idx)
+    full_q_num_blocks = property(lambda self: self.kv_to_q.full_block_cnt)
+    full_q_indices = property(lambda self: self.kv_to_q.full_block_idx)
+    BLOCK_SIZE = property(lambda self: self.block_size)
 
     # -- sizes --------------------------------------------------------------------------------------------------------
     @property
@@ -151,6 +165,7 @@ class BlockMask:
         """Elements of the dense mask."""
         return math.prod(self.shape)
 
+    @outside_graphs
     def sparsity(self) -> float:
         """Percentage of blocks that are skipped."""
         cnt, _, full_cnt, _ = self.q_to_kv
@@ -163,10 +178,12 @@ class BlockMask:
         """Which blocks are computed: int32 0 / 1 `[B, H, q blocks, kv blocks]`."""
         return class_grid(self.q_to_kv, self.kv_blocks).clamp(max=1)
 
+    @outside_graphs
     def element_mask(self) -> Tensor:
         """Which elements are kept: bool `[B, H, Sq, Skv]`. For looking and testing: it is dense."""
         return check.element_mask(self)
 
+    @outside_graphs
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """A picture in text: `█` full, `░` partly computed, blank skipped.
 
@@ -183,6 +200,7 @@ class BlockMask:
         return render.summary(self)
 
     # -- other masks from this one ------------------------------------------------------------------------------------
+    @outside_graphs
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on another device, captured tensors of its mask_mod included; itself when all is there already.
 
@@ -191,6 +209,7 @@ class BlockMask:
         """
         return moving.moved(self, device)
 
+    @outside_graphs
     def __getitem__(self, index: Any) -> BlockMask:
         """The mask of chosen batches, heads and q blocks: `mask[batch, head, q_block]`.
 
@@ -205,6 +224,7 @@ class BlockMask:
 
     __iter__ = None  # a mask is not a sequence of masks
 
+    @outside_graphs
     def adjust(self, q_len: int, kv_len: int) -> BlockMask:
         """The mask of the first `q_len` queries and `kv_len` keys.
 
@@ -222,6 +242,7 @@ class BlockMask:
             return self.mask_mod
         return slicing.BasedMask(self.mask_mod, self.index_base, self.block_size)
 
+    @outside_graphs
     def check(self) -> None:
         """Verify the lists: both directions agree, nothing that mask_mod keeps is left out, full blocks are full.
 

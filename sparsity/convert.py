@@ -13,7 +13,7 @@ from flexbwd.errors import MaskError
 
 from .combine import MaskMod
 from .grid import check_block_size
-from .lists import both_directions, ceil_div, listed, scatter_rows, widen
+from .lists import both_directions, ceil_div, listed, once, scatter_rows, widen
 from .tensors import BlockBits, BlockLists, BlockSparseTensors
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def parts_from_kv_blocks(
     lengths = _lengths(seq_lengths, rows, size)
     columns = ceil_div(lengths[1], size[1])
     names = ("kv_num_blocks", "kv_indices")
-    _check_entries(names, cnt, idx, columns)
+    _check_entries(names, *_once(cnt, idx), columns)
     if (full[0] is None) != (full[1] is None):
         given, missing = ("full_kv_num_blocks", "full_kv_indices")[:: -1 if full[0] is None else 1]
         raise MaskError(f"{given} is given without {missing}; full blocks need both, or neither")
@@ -62,11 +62,10 @@ def parts_from_kv_blocks(
     full_names = ("full_kv_num_blocks", "full_kv_indices")
     full_cnt, full_idx = _pair(full_names[0], full[0], full_names[1], full[1])
     _check_same_rows(cnt, full_cnt)
-    _check_entries(full_names, full_cnt, full_idx, columns)
+    _check_entries(full_names, *_once(full_cnt, full_idx), columns)
     lead = torch.broadcast_shapes(cnt.shape[:2], full_cnt.shape[:2])
-    cnt, idx, full_cnt, full_idx = (t.expand(*lead, *t.shape[2:]).contiguous() for t in (cnt, idx, full_cnt, full_idx))
-    lists = BlockSparseTensors(cnt, idx, full_cnt, full_idx)
-    _check_disjoint(lists, columns)
+    lists = BlockSparseTensors(*(t.expand(*lead, *t.shape[2:]) for t in (cnt, idx, full_cnt, full_idx)))
+    _check_disjoint(once(lists)[0], columns)
     return Parts(both_directions(lists, columns), size, lengths, mask_mod)
 
 
@@ -92,7 +91,11 @@ def _pair(cnt_name: str, cnt: Any, idx_name: str, idx: Any) -> tuple[Tensor, Ten
     cnt, idx = cnt.reshape(*missing, *cnt.shape), idx.reshape(*missing, *idx.shape)
     if idx.shape[-1] == 0:
         idx = idx.new_zeros(*idx.shape[:-1], 1)
-    return cnt.to(torch.int32).contiguous(), idx.to(torch.int32).contiguous()
+    return cnt.to(torch.int32), idx.to(torch.int32)
+
+
+def _once(cnt: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
+    return once(BlockSparseTensors(cnt, idx))[0][:2]
 
 
 def _lengths(seq_lengths: Any, rows: int, size: tuple[int, int]) -> tuple[int, int]:
@@ -126,20 +129,24 @@ def _check_entries(names: tuple[str, str], cnt: Tensor, idx: Tensor, columns: in
             f"{idx_name}{list(at)} = {int(idx[at])}, but there are {columns} kv blocks; listed blocks must lie in "
             f"[0, {columns}). Check BLOCK_SIZE, or pass seq_lengths when lists are narrower than the key length"
         )
-    seen = _count_listed(cnt, idx, columns)
-    if bool((seen > 1).any()):
-        b, h, row, col = _first(seen > 1)
+    ordered, twice = _repeats(_distinct(cnt, idx, columns))
+    if bool(twice.any()):
+        b, h, row, _ = at = _first(twice)
+        col = int(ordered[at])
         raise MaskError(
             f"{idx_name}[{b}, {h}, {row}] lists kv block {col} more than once; list every block at most once"
         )
 
 
-def _count_listed(cnt: Tensor, idx: Tensor, columns: int) -> Tensor:
-    """How often each block is listed: int32 `[B, H, rows, columns]`."""
-    inside = listed(cnt, idx)
-    target = torch.where(inside, idx, columns).long()
-    seen = torch.zeros((*idx.shape[:-1], columns + 1), dtype=torch.int32, device=idx.device)
-    return seen.scatter_add_(-1, target, inside.to(torch.int32))[..., :columns]
+def _distinct(cnt: Tensor, idx: Tensor, free: int) -> Tensor:
+    """`idx` with the entries past the counts made distinct numbers from `free` on."""
+    return torch.where(listed(cnt, idx), idx, torch.arange(free, free + idx.shape[-1], device=idx.device))
+
+
+def _repeats(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of each row in order, and which of them equal the next."""
+    ordered = entries.sort(-1).values
+    return ordered, ordered[..., 1:] == ordered[..., :-1]
 
 
 def _check_same_rows(cnt: Tensor, full_cnt: Tensor) -> None:
@@ -154,11 +161,14 @@ def _check_same_rows(cnt: Tensor, full_cnt: Tensor) -> None:
 
 
 def _check_disjoint(lists: BlockSparseTensors, columns: int) -> None:
-    partial = scatter_rows(lists.mask_block_cnt, lists.mask_block_idx, 1, columns, 0)
-    full = scatter_rows(lists.full_block_cnt, lists.full_block_idx, 1, columns, 0)  # type: ignore[arg-type]
-    both = (partial + full) == 2
+    assert lists.full_block_cnt is not None
+    assert lists.full_block_idx is not None
+    partial = _distinct(lists.mask_block_cnt, lists.mask_block_idx, columns)
+    full = _distinct(lists.full_block_cnt, lists.full_block_idx, columns + partial.shape[-1])
+    ordered, both = _repeats(torch.cat([partial, full], -1))
     if bool(both.any()):
-        b, h, row, col = _first(both)
+        b, h, row, _ = at = _first(both)
+        col = int(ordered[at])
         raise MaskError(
             f"kv block {col} of q block {row} (batch {b}, head {h}) is listed in both kv_indices and full_kv_indices; "
             "a block is either partial or full: drop it from one"

@@ -14,6 +14,7 @@ from .build import build_lists
 from .combine import MaskMod
 from .evaluate import is_traceable, lead_reads, traced
 from .grid import check_block_size, check_sizes
+from .outside_graphs import outside_graphs
 from .rebind import captured_tensors
 from .tabulate import tabulate_callable, tabulate_tensor
 from .tensors import BlockLists, IndexBase
@@ -26,6 +27,7 @@ _TORCH_OPTIONS = {
 }
 
 
+@outside_graphs
 def create_block_mask(
     mask_mod: MaskMod | Tensor,
     B: int | None,

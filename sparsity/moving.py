@@ -77,7 +77,13 @@ def moved(mask: BlockMask, device: torch.device | str) -> BlockMask:
                     "alone; hold it in a closure or as a default argument instead"
                 )
     held = Held(mask)
-    return held.like(t if t.device == target else t.to(target) for t in held.tensors)
+    return held.like(t if t.device == target else _copied(t, target) for t in held.tensors)
+
+
+def _copied(t: Tensor, device: torch.device) -> Tensor:
+    """`t.to(device)` that leaves expanded dimensions expanded."""
+    one = t[tuple(slice(0, 1) if s == 0 and n > 1 else slice(None) for n, s in zip(t.shape, t.stride(), strict=True))]
+    return one.to(device).expand(t.shape)
 
 
 def register(cls: type[BlockMask]) -> None:

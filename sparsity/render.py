@@ -11,7 +11,7 @@ from torch import Tensor
 from flexbwd.errors import OptionError
 
 from .combine import mask_name
-from .lists import EMPTY, FULL, ceil_div, class_grid
+from .lists import EMPTY, FULL, ceil_div, class_grid, map_lists
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
@@ -24,9 +24,11 @@ def render(mask: BlockMask, grid_size: int | tuple[int, int] = (20, 20), limit: 
     size = _grid_size(grid_size)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise OptionError(f"limit={limit!r}: it must be the number of (batch, head) pictures to show, an integer >= 0")
-    grid = class_grid(mask.q_to_kv, mask.kv_blocks).cpu()
-    pairs = list(itertools.product(range(grid.shape[0]), range(grid.shape[1])))
-    pictures = [f"({b}, {h})\n{picture(grid[b, h], size)}" for b, h in pairs[:limit]]
+    pairs = list(itertools.product(range(mask.shape[0]), range(mask.shape[1])))
+    pictures = []
+    for b, h in pairs[:limit]:
+        lists = map_lists(mask.q_to_kv, lambda t, b=b, h=h: t[b : b + 1, h : h + 1])  # type: ignore[misc]
+        pictures.append(f"({b}, {h})\n{picture(class_grid(lists, mask.kv_blocks)[0, 0].cpu(), size)}")
     if len(pairs) > limit:
         pictures.append(f"... {len(pairs) - limit} more: to_string(limit=...), or choose one with mask[batch, head]")
     return "\n\n".join(pictures)

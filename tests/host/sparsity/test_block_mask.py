@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
-from flexbwd import sparsity
+from flexbwd import flex_attention, sparsity
 from flexbwd.errors import MaskError
 from flexbwd.sparsity import BlockMask, IndexBase, and_masks, create_block_mask, noop_mask
 from flexbwd.sparsity.rebind import captured_tensors, map_tensors
@@ -75,6 +75,16 @@ def test_sparsity_equals_torchs_on_whole_blocks():
     ours = create_block_mask(causal, None, None, 512, 512)
     theirs = torch_flex.create_block_mask(causal, None, None, 512, 512, device="cpu")
     assert ours.sparsity() == pytest.approx(theirs.sparsity())
+
+
+def test_lists_go_by_torchs_names_too():
+    ours = create_block_mask(causal, None, None, 300, 300)
+    theirs = torch_flex.create_block_mask(causal, None, None, 300, 300, device="cpu")
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert getattr(ours, name).shape == getattr(theirs, name).shape
+    assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    assert (ours.kv_indices, ours.q_indices) == (ours.q_to_kv[1], ours.kv_to_q[1])
+    assert (ours.full_kv_indices, ours.full_q_indices) == (ours.q_to_kv[3], ours.kv_to_q[3])
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 40), (40, 0)], ids="q{0[0]}-kv{0[1]}".format)
@@ -258,6 +268,31 @@ def test_nothing_is_invented_beyond_lists_and_bits(make):
         make().adjust(1000, 1000)
 
 
+def is_shared(mask):
+    """Batch and head dimensions of all lists are expanded, not stored."""
+    tensors = [t for t in (*mask.q_to_kv, *mask.kv_to_q, *(mask.bits or ())[1:]) if t is not None]
+    return all(t.stride()[:2] == (0, 0) for t in tensors)
+
+
+@pytest.mark.parametrize("given", [causal, torch.ones(70, 100).tril() > 0], ids=["mask_mod", "bits"])
+def test_lists_shared_by_all_batches_and_heads_are_never_multiplied(given):
+    mask = create_block_mask(given, 4, 6, 70, 100, BLOCK_SIZE=16)
+    assert is_shared(mask)
+    parts = {
+        "slice": (mask[1:3, ::2, [3, 0]], mask.element_mask()[1:3, ::2][:, :, [*range(48, 64), *range(16)]]),
+        "crop": (mask.adjust(50, 60), mask.element_mask()[:, :, :50, :60]),
+        "grow": (mask.adjust(70, 120), dense_of(causal, (4, 6, 70, 120)))
+        if given is causal
+        else (mask, mask.element_mask()),
+        "tensors": (BlockMask.from_kv_blocks(*mask.q_to_kv, 16, mask.mask_mod, (70, 100)), None),
+    }
+    for name, (part, want) in parts.items():
+        assert is_shared(part), name
+        assert want is None or torch.equal(part.element_mask(), want), name
+        part.check()
+    assert is_shared(mask.to("meta"))
+
+
 # -- moving, copying --------------------------------------------------------------------------------------------------
 def holders():
     """mask_mods that hold a tensor in every way that Python offers."""
@@ -410,3 +445,34 @@ def test_a_mask_is_read_inside_a_compiled_graph():
 
     got = work(torch.zeros(1), mask)
     assert int(got) == int(mask.q_to_kv.mask_block_cnt.sum()) + 302
+
+
+def test_masks_are_built_and_sliced_between_compiled_graphs():
+    @functools.partial(torch.compile, backend="eager")
+    def work(x, lens):
+        mask = create_block_mask(lambda b, h, q, k: k < lens[b], 3, None, 64, 64, BLOCK_SIZE=16)
+        return x + mask[1].to_dense().sum()
+
+    assert int(work(torch.zeros(1), torch.tensor([64, 20, 0]))) == 8
+
+
+def test_a_whole_graph_says_to_build_the_mask_outside():
+    def work(x):
+        return x + create_block_mask(causal, None, None, 64, 64).to_dense().sum()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="build masks outside compiled code"):
+        torch.compile(work, backend="eager", fullgraph=True)(torch.zeros(1))
+
+
+# -- in attention -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [slice(1, 3), [3, 0, 2], slice(3, None)], ids=["range", "picked", "ragged"])
+@pytest.mark.parametrize("source", ["mask_mod", "bits"])
+def test_attention_over_a_slice_is_that_part_of_the_whole(rows, source):
+    gen = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, generator=gen) for n in (70, 100, 100))
+    given = per_batch_and_head if source == "mask_mod" else dense_of(per_batch_and_head, (2, 3, 70, 100))
+    mask = create_block_mask(given, 2, 3, 70, 100, BLOCK_SIZE=16)
+    chosen = torch.cat([torch.arange(70)[16 * r : 16 * r + 16] for r in torch.arange(5)[rows]])
+    whole = flex_attention(q, k, v, block_mask=mask)
+    part = flex_attention(q[1:, :, chosen], k[1:], v[1:], block_mask=mask[1, :, rows])
+    torch.testing.assert_close(part, whole[1:, :, chosen])
