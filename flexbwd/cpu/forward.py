@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flexbwd.plan import Operands
 
-from .tiles import Problem, hide, like_strides
+from .masks import hide
+from .tiles import Problem, like_strides
 from .walk import Heads, RowStep
 
 
@@ -30,22 +31,15 @@ def forward(op: Operands, want_max: bool = False) -> tuple[Tensor, Tensor, Tenso
     out = like_strides(op.query, problem.value_dim, op.query.dtype)
     lse = torch.empty(op.query.shape[:3], dtype=problem.acc)
     maxima = torch.empty_like(lse) if want_max else None
-    views = [None if t is None else problem.by_group(t) for t in (out, lse, maxima)]
+    views = [problem.by_group(out), problem.by_group(lse.unsqueeze(-1))]
+    if maxima is not None:
+        views.append(problem.by_group(maxima.unsqueeze(-1)))
     for step in problem.walk:
         for heads in step.heads:
-            values = _rows(problem, heads, step)
-            for view, value in zip(views, values, strict=True):
-                if view is not None:
-                    _store(view, heads, step, value)
+            for view, value in zip(views, _rows(problem, heads, step), strict=False):
+                target = problem.step_rows(view, heads, step)
+                target.copy_(value.view(target.shape)) if isinstance(value, Tensor) else target.fill_(value)
     return out, lse, maxima
-
-
-def _store(view: Tensor, heads: Heads, step: RowStep, value: Tensor | float) -> None:
-    target = view[heads.b0 : heads.b1, heads.k0 : heads.k1, heads.g0 : heads.g1, step.q0 : step.q1]
-    if isinstance(value, Tensor):
-        target.copy_(value.view(target.shape))
-    else:
-        target.fill_(value)
 
 
 def _rows(problem: Problem, heads: Heads, step: RowStep) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
@@ -58,7 +52,9 @@ def _rows(problem: Problem, heads: Heads, step: RowStep) -> tuple[Tensor | float
         scratch = problem.scratch.get("score", *query.shape[:2], chunk.columns)
         score = torch.bmm(query, problem.columns(problem.key, heads, chunk).mT, out=scratch)
         score = problem.apply_score_mod(score, heads, step, chunk)
-        hide(problem.as_mod_tile(score, heads, step), problem.keeps(heads, step, chunk))
+        keeps = problem.masks.keeps(heads, step, chunk)
+        if keeps:
+            hide(problem.as_mod_tile(score, heads, step), keeps)
         value = problem.columns(problem.value, heads, chunk)
         chunk_top = score.amax(-1, keepdim=True)
         new_top = chunk_top if top is None else torch.maximum(top, chunk_top)

@@ -7,7 +7,6 @@ tile holds about `budget` elements.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,12 +17,13 @@ from torch import Tensor
 
 from flexbwd.plan import BlockLists
 
+from .remember import Memory
+
 #: Score elements per step. Measured on 2 MiB of L2 per core: 2^18 fp32 elements, shared by two cores, keep the
 #: backward's two tiles in L2; 2^17 costs 5 % more overhead, 2^20 15 % more memory time.
 DEFAULT_BUDGET = 1 << 18
 _GEMM_ROWS = 256  # query rows (times query heads per key head) of one step
 _MIN_COLUMNS = 64
-_CACHE_SIZE = 64
 
 
 class Grid(NamedTuple):
@@ -47,7 +47,7 @@ class Heads(NamedTuple):
     g1: int
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]  # not tuple's
         """Independent matrices: (batch, kv head) pairs."""
         return (self.b1 - self.b0) * (self.k1 - self.k0)
 
@@ -101,39 +101,15 @@ class _Row(NamedTuple):
 def walk_of(grid: Grid, blocks: BlockLists | None, block_size: tuple[int, int], budget: int) -> tuple[RowStep, ...]:
     """The walk of these lists, remembered as long as the list tensors live and are not written to."""
     if blocks is None:
-        return _remember(("all", grid, budget), (), lambda: _build_all(grid, budget))
+        return _walks.get(("all", grid, budget), (), lambda: _build_all(grid, budget))
     tensors = [*blocks.q_to_kv, None if blocks.bits is None else blocks.bits.q_to_kv_slot]
-    held = tuple(t for t in tensors if t is not None)
-    key = (*(None if t is None else id(t) for t in tensors), grid, block_size, budget)
-    return _remember(key, held, lambda: tuple(_build(grid, blocks, block_size, budget)))
+    listed = tuple(t is not None for t in tensors)
+    held = [t for t in tensors if t is not None]
+    key = (listed, grid, block_size, budget)
+    return _walks.get(key, held, lambda: tuple(_build(grid, blocks, block_size, budget)))
 
 
-# -- cache -------------------------------------------------------------------------------------------------------------
-class _Entry(NamedTuple):
-    walk: tuple[RowStep, ...]
-    tensors: tuple[weakref.ref, ...]
-    versions: tuple[int, ...]
-
-
-_cache: dict[tuple, _Entry] = {}
-
-
-def _remember(key, tensors, build):  # type: ignore[no-untyped-def]
-    entry = _cache.get(key)
-    if any(t.is_inference() for t in tensors):
-        return build()  # inference tensors do not tell when they are written to
-    versions = tuple(t._version for t in tensors)
-    if (
-        entry is not None
-        and entry.versions == versions
-        and all(ref() is t for ref, t in zip(entry.tensors, tensors, strict=True))
-    ):
-        return entry.walk
-    walk = build()
-    while len(_cache) >= _CACHE_SIZE:
-        _cache.pop(next(iter(_cache)), None)
-    _cache[key] = _Entry(walk, tuple(weakref.ref(t) for t in tensors), versions)
-    return walk
+_walks: Memory[tuple[RowStep, ...]] = Memory(64)
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
@@ -173,7 +149,7 @@ def _read_lists(blocks: BlockLists) -> list[list[list[_Row]]]:
     def row(at: tuple[int, int, int]) -> _Row:
         n = counts[at]
         part = index[at][:n]
-        full = nothing if full_counts is None else full_index[at][: full_counts[at]]
+        full = nothing if full_counts is None or full_index is None else full_index[at][: full_counts[at]]
         block = np.concatenate([part, full])
         slot = np.full(len(block), -1, np.int32)
         if slots is not None:

@@ -78,7 +78,7 @@ def test_mask_that_reads_captured_lengths_matches_oracle(attention):
 
 @pytest.mark.parametrize("block_size", [(16, 16), (96, 48), (256, 256), (128, 16)], ids="{0[0]}x{0[1]}".format)
 def test_any_block_size_matches_oracle(attention, block_size):
-    rows, columns = (-(-n // m) for n, m in zip((100, 130), block_size))
+    rows, columns = (-(-n // m) for n, m in zip((100, 130), block_size, strict=True))
     table = torch.ones(1, 1, rows, columns)
     table[..., 0, 0] = 2
     attention(mask=causal, blocks=table, block_size=block_size).check()
@@ -183,8 +183,9 @@ def test_low_precision_inputs_accumulate_in_fp32(attention, dtype):
     rounding = torch.finfo(dtype).eps
     for name in ("out", "dq", "dk", "dv"):
         assert got[name].dtype == dtype
-        # delta is computed from the rounded output: that error, and the final rounding, are all there is
-        assert (got[name].double() - want[name]).abs().max() <= 4 * rounding * want[name].abs().max()
+        # 16 fp32 roundings in the sums, the output's own rounding, and delta, which reads the rounded output
+        limit = (4 * rounding if dtype != torch.float32 else 16 * rounding) * want[name].abs().max()
+        assert (got[name].double() - want[name]).abs().max() <= limit
     assert got["lse"].dtype == torch.float32
     assert (got["lse"].double() - want["lse"]).nan_to_num().abs().max() <= 1e-5
 
