@@ -205,6 +205,9 @@ def test_hash_tells_plans_apart():
     def masked(b):
         return b.where(causal(b), b.input("score"), b.const(-math.inf))
 
+    def detached(b):
+        return b.arith("add", b.input("score"), b.emit("detach", b.load(0, F)))
+
     def kept(b):
         return b.load(0, BOOL, [b.input("kv_idx")])
 
@@ -219,6 +222,8 @@ def test_hash_tells_plans_apart():
         build_mod_plan(score_of(alibi, replace(slopes, shape=(8, 1))), None, None),
         build_mod_plan(score_of(alibi, slopes), None, mask()),
         build_mod_plan(score_of(softcap, slopes), None, None),
+        build_mod_plan(score_of(detached, spec("bias")), None, None),
+        build_mod_plan(score_of(detached, spec("bias", grad=False)), None, None),
         build_mod_plan(None, None, mask(kept, spec("keep", 9, dtype=torch.bool, grad=False))),
         build_mod_plan(score_of(square), traced(ModKind.SCORE_BWD, lambda b: b.input("grad")), None),
         build_mod_plan(score_of(square), None, None),

@@ -149,7 +149,8 @@ def test_wheres_on_one_condition_merge(b):
     zero = b.const(0.0)
     assert b.emit("add", b.where(c, x, zero), b.where(c, zero, y)) is b.where(c, x, y)
     assert b.where(b.emit("not", c), x, y) is b.where(c, y, x)
-    assert b.where(c, b.where(c, x, y), y) is b.where(c, x, y)
+    assert b.where(c, b.where(c, x, zero), y) is b.where(c, x, y)
+    assert b.where(c, x, b.where(c, zero, y)) is b.where(c, x, y)
 
 
 def test_a_where_of_two_numbers_is_not_multiplied_twice(b):

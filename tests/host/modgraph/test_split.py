@@ -98,6 +98,9 @@ def test_a_mask_in_one_branch_only_keeps_the_other():
     value, keep = split_neg_inf(c.b, c.b.where(c.causal, c.biased, c.b.where(c.near, c.s, c.dead)))
     assert keep is c.b.emit("or", c.causal, c.near)
     assert value is c.b.where(c.causal, c.biased, c.s)
+    value, keep = split_neg_inf(c.b, c.b.where(c.causal, c.b.where(c.near, c.s, c.dead), c.biased))
+    assert keep is c.b.emit("or", c.no(c.causal), c.near)
+    assert value is c.b.where(c.causal, c.s, c.biased)
 
 
 def test_a_captured_mask_is_split():
