@@ -166,7 +166,8 @@ def _run(subgraph: fx.GraphModule, operands: Sequence[Any], static: dict[str, An
     linked = link(tuple(e and e[0] for e in mods), tuple(static["block_size"]), numerics)
     base = None
     if static["based"]:
-        base = IndexBase(*static["offsets"], at.get("q_base"), at.get("kv_base"), tuple(static["block_size"]))
+        b_off, h_off = static["offsets"]
+        base = IndexBase(b_off, h_off, at.get("q_base"), at.get("kv_base"), tuple(static["block_size"]))
     plan, blocks = lists_for(linked, _given_lists(at), captures, problem, base, pin=True)
     fixed = ops.Static.of(blocks, base, plan, problem.scale)
     found = torch.ops.flexbwd.forward(query, key, value, captures, *fixed, True)
@@ -191,7 +192,7 @@ def _traces(
         key = tuple(_facts(x) for x in stand_ins.values())
         found = parsed.traces.get(key)
         if found is None:
-            found = parsed.traces[key] = tuple(m and _trace(m, stand_ins, device) for m in parsed.mods)
+            found = parsed.traces[key] = tuple(None if m is None else _trace(m, stand_ins, device) for m in parsed.mods)
     return found
 
 
@@ -252,6 +253,7 @@ def _mod_graph(subgraph: fx.GraphModule, marks: dict[str, fx.Node], name: str, r
 
 def _copied(graph: fx.Graph, node: fx.Node, mapped: dict[fx.Node, fx.Node], score: fx.Node) -> fx.Node:
     """`node` in the new graph. A Python float that changes comes as a tensor and its `.item()`: here a 0-d capture."""
-    if node.op == "call_method" and node.target == "item" and node.args[0].op == "placeholder":
-        return graph.call_method("to", (mapped[node.args[0]], score.meta["example_value"].dtype))
+    number = node.args[0] if node.op == "call_method" and node.target == "item" else None
+    if isinstance(number, fx.Node) and number.op == "placeholder":
+        return graph.call_method("to", (mapped[number], score.meta["example_value"].dtype))
     return graph.node_copy(node, mapped.__getitem__)

@@ -128,7 +128,7 @@ class _Search:
             "kv_idx": (kv[0][:, None], kv[1][:, None]),
         }
         no, yes = _truth(self.intervals, ranges, (len(b), *cells))
-        kept, dropped = (~no).any((1, 2)), (~yes).any((1, 2))
+        kept, dropped = np.asarray((~no).any((1, 2))), np.asarray((~yes).any((1, 2)))
         block, i, j = np.nonzero(no & yes & ~(kept & dropped)[:, None, None])
         inner = Blocks(blocks.lead[block], q[0][block, i], q[1][block, i], kv[0][block, j], kv[1][block, j])
         any_kept, any_dropped = self._evaluate(inner, self.cell)

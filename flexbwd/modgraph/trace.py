@@ -116,7 +116,7 @@ def check_arity(mod: Mod, kind: ModKind, name: str) -> None:
         raise ModSignatureError(problem, mod=name, where=defined_at(mod), remedy=remedy) from None
 
 
-def _run(mod: Mod, kind: ModKind, recorder: Recorder) -> Any:
+def _run(mod: Mod, kind: ModKind, recorder: Importer) -> Any:
     kinds = {"score": torch.float32, "grad": torch.float32}
     autocast = torch.autocast(recorder.device.type, enabled=False)
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), autocast, quiet_fakes():
@@ -164,7 +164,9 @@ def _checked_result(output: Any, kind: ModKind, recorder: Recorder, where: str) 
 
 def _finish(mod: Mod, kind: ModKind, recorder: Recorder, output: Node) -> tuple[TracedMod, tuple[Tensor, ...]]:
     """Only what the output needs, in a Builder of its own, load slots numbered by first use."""
-    builder, copies, slots = Builder(), {}, {}
+    builder = Builder()
+    copies: dict[Node, Node] = {}
+    slots: dict[int, int] = {}  # the recorder's to the new one
     for node in topological([output]):
         args = [copies[a] for a in node.args]
         if node.op == "load":
