@@ -268,8 +268,7 @@ def test_an_index_base_of_another_length_is_refused():
 _MEASURE = """
     import resource, time, torch
     from flexbwd.modgraph.ir import I64, Builder
-    from flexbwd.sparsity import classify, grid
-from flexbwd.sparsity.build import build_lists
+    from flexbwd.sparsity.build import build_lists
 
     torch.set_num_threads(2)
     build = Builder()
