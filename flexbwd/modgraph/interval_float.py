@@ -53,11 +53,17 @@ def float_tdiv(x: Range, y: Range) -> Range:
     return float_trunc(float_div(x, y))
 
 
+def _no_remainder(x: Range, y: Range) -> Array:
+    """Where a remainder may be NaN: by zero, of infinity, and where fp32 cannot hold the quotient."""
+    largest, smallest = float_abs(x).hi, float_abs(y).lo
+    return contains(y, 0) | reaches_inf(x) | (largest > 1e38 * smallest)
+
+
 def float_mod(x: Range, y: Range) -> Range:
     lo = np.where(y.lo > 0, 0.0, y.lo)
     hi = np.where(y.hi < 0, 0.0, y.hi)
     inside = (x.lo >= 0) & (x.hi < y.lo)
-    nan = either(x.nan, y.nan, contains(y, 0), reaches_inf(x), reaches_inf(y))
+    nan = either(x.nan, y.nan, _no_remainder(x, y), reaches_inf(y))
     return outward(np.where(inside, x.lo, lo), np.where(inside, x.hi, hi), nan)
 
 
@@ -65,7 +71,7 @@ def float_fmod(x: Range, y: Range) -> Range:
     most = np.maximum(np.abs(y.lo), np.abs(y.hi))
     lo = np.maximum(-most, np.minimum(x.lo, 0.0))
     hi = np.minimum(most, np.maximum(x.hi, 0.0))
-    return Range(lo, hi, either(x.nan, y.nan, contains(y, 0), reaches_inf(x)))
+    return Range(lo, hi, either(x.nan, y.nan, _no_remainder(x, y)))
 
 
 def float_pow(x: Range, y: Range) -> Range:

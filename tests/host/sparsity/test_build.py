@@ -169,13 +169,11 @@ def test_a_ragged_last_block_that_keeps_all_its_elements_is_full():
     assert lists.mask_block_cnt.tolist() == [[[0, 0]]]
 
 
-def test_one_kept_element_in_a_large_block_is_found():
+@pytest.mark.parametrize("at", [(701, 333), (703, 335), (15, 1007), (16, 16)], ids="{0[0]}-{0[1]}".format)
+def test_one_kept_element_in_a_large_block_is_found(at):
     masks = Masks()
-    row, column = masks._const("eq", masks.q, 701), masks._const("eq", masks.kv, 333)
-    parity = masks._const(
-        "ge", masks.build.arith("mod", masks.build.arith("mul", masks.q, masks.q), masks.build.const(2)), 0
-    )
-    lists = build_lists(masks._both(parity, masks._both(row, column)), [], None, None, 1024, 1024, 1024).q_to_kv
+    row, column = (masks._const("eq", x, i) for x, i in zip((masks.q, masks.kv), at, strict=True))
+    lists = build_lists(masks._both(row, column), [], None, None, 1024, 1024, 1024).q_to_kv
     assert lists.mask_block_cnt.tolist() == [[[1]]]
 
 

@@ -80,6 +80,42 @@ def test_unary_float_bounds_hold_everywhere(brute, op, scale):
         assert_contains(found, brute.evaluate(root, inputs, [], dtype)[root], (16, 16), op)
 
 
+def _q_and_kv(build: Builder):
+    return build.input("q_idx"), build.input("kv_idx")
+
+
+INF, NAN = float("inf"), float("nan")
+SPECIAL = torch.tensor(
+    [-INF, -3e38, -1e30, -129.0, -5.0, -2.5, -2.0, -1.0, -0.3, -1e-30, -1e-42, -0.0, 0.0, 1e-42, 1e-20, 0.5, 1.0, 1.5,
+     3.0, 4.0, 100.0, 2.0**24 + 2, 1e30, 3e38, INF, NAN]
+)  # fmt: skip
+BINARY = ("add", "sub", "mul", "div", "max", "min", "pow", "fdiv", "tdiv", "mod", "fmod")
+
+
+@pytest.mark.parametrize("op", [*BINARY, "lt", "le", "eq", "ne"])
+@pytest.mark.parametrize("width", [1, 2, 3, 7])
+def test_binary_float_bounds_hold_for_every_pair_of_special_ranges(brute, op, width):
+    build = Builder()
+    x, y = (build.load(slot, F, (i,)) for slot, i in enumerate(_q_and_kv(build)))
+    root = build.compare(op, x, y) if op in ("lt", "le", "eq", "ne") else build.arith(op, x, y)
+    first = np.arange(len(SPECIAL) - width + 1)
+    table = np.stack([np.arange(width) + i for i in first])  # all ranges of neighbours
+    found = IntervalProgram(root, [SPECIAL, SPECIAL])(
+        {"q_idx": (first[:, None], first[:, None] + width - 1), "kv_idx": (first, first + width - 1)}
+    )
+    inputs = brute.coordinates(1, 1, torch.arange(len(SPECIAL)), torch.arange(len(SPECIAL)))
+    for dtype in (torch.float32, torch.float64):
+        value = brute.evaluate(root, inputs, [SPECIAL, SPECIAL], dtype)[root].numpy()
+        elements = value[table[:, None, :, None], table[None, :, None, :]]  # [q ranges, kv ranges, width, width]
+        lo, hi = (np.asarray(bound)[..., None, None] for bound in found[:2])
+        if isinstance(found, Truth):
+            assert ((elements | lo) & (~elements | hi)).all()
+            continue
+        nan = np.isnan(elements)
+        assert (~nan | (False if found.nan is None else found.nan[..., None, None])).all(), f"{op}: a hidden NaN"
+        assert (nan | ((lo <= elements) & (elements <= hi))).all(), f"{op}: an element outside its bounds"
+
+
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "max", "min", "fdiv", "tdiv", "mod", "fmod", "and", "or", "xor"])
 @pytest.mark.parametrize("dtype", [I32, I64], ids=lambda d: d.value)
 @pytest.mark.parametrize("near", [0, 2**31 - 40, -(2**31), 2**62], ids=["zero", "max32", "min32", "huge64"])
@@ -98,10 +134,6 @@ def test_integers_near_their_limits_wrap_inside_the_bounds(brute, op, dtype, nea
     found = IntervalProgram(root, [table])(block_ranges((16, 16)))
     value = brute.evaluate(root, brute.coordinates(B, H, torch.arange(S[0]), torch.arange(S[1])), [table])[root]
     assert_contains(found, value, (16, 16), op)
-
-
-def _q_and_kv(build: Builder):
-    return build.input("q_idx"), build.input("kv_idx")
 
 
 def _exactness_cases():
@@ -132,7 +164,8 @@ def test_linear_integer_bounds_are_exact(root, lo, hi):
 def test_a_linear_form_that_may_wrap_is_not_trusted(brute):
     build = Builder()
     q, _ = _q_and_kv(build)
-    big = build.arith("mul", q, build.const(2**26))  # wraps from q = 32 on
+    big = build.arith("mul", q, build.const(2**26))
+    big = build.arith("add", big, build.const(2**26 - 3))  # 2**31 - 3 at q = 31
     root = build.compare("gt", build.arith("add", big, build.const(5)), big)
     inputs = brute.coordinates(B, H, torch.arange(S[0]), torch.arange(S[1]))
     found = IntervalProgram(root, [])(block_ranges((16, 16)))

@@ -89,6 +89,7 @@ def test_more_columns_than_16_bits_hold():
     turned = transpose(BlockSparseTensors(torch.tensor([[[2, 2]]], dtype=torch.int32), index), 70001)
     assert turned.mask_block_idx[0, 0, 70000].tolist() == [0, 1]
     assert turned.mask_block_cnt[0, 0, [3, 65536]].tolist() == [1, 1]
+    assert turned.mask_block_idx[0, 0, [3, 65536], 0].tolist() == [0, 1]
     assert int(turned.mask_block_cnt.sum()) == 4
 
 
