@@ -11,7 +11,8 @@ from flexbwd.errors import MaskError
 
 from .combine import mask_name
 from .evaluate import MaskElements, block_classes
-from .lists import EMPTY, FULL, class_grid, narrowed
+from .lists import EMPTY, FULL, class_grid, narrowed, once, scatter_rows
+from .tensors import BlockBits
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
@@ -92,17 +93,36 @@ def check_lists(mask: BlockMask) -> None:
     back = class_grid(mask.kv_to_q, mask.q_blocks).transpose(2, 3)
     differ = torch.ne(*narrowed(given, back))
     if bool(differ.any()):
-        b, h, q, kv = at = _first(differ)
+        at = _first(differ)
         raise MaskError(
-            f"block (batch {b}, head {h}, q_block {q}, kv_block {kv}) is {_CLASS[int(given[at])]} in q_to_kv but "
+            f"{_where(differ)} is {_CLASS[int(given[at])]} in q_to_kv but "
             f"{_CLASS[int(back[at])]} in kv_to_q; both directions must list the same blocks: make the mask with "
             "BlockMask.from_kv_blocks, which derives one from the other"
         )
-    if mask.bits is not None or mask.mask_mod is None:
+    if mask.bits is not None:
+        _check_slots(mask, mask.bits)
+        return
+    if mask.mask_mod is None:
         return
     given, wanted = narrowed(given, block_classes(mask).to(given.device))
     _check_covers(mask, given, wanted)
     _check_full(mask, given, wanted)
+
+
+def _check_slots(mask: BlockMask, bits: BlockBits) -> None:
+    """Both directions read the same bits for a block, and these exist."""
+    q, kv = once(mask.q_to_kv)[0], once(mask.kv_to_q)[0]
+    q_slot = bits.q_to_kv_slot[: q[0].shape[0], : q[0].shape[1]]
+    kv_slot = bits.kv_to_q_slot[: kv[0].shape[0], : kv[0].shape[1]]
+    slots = scatter_rows(q.mask_block_cnt, q.mask_block_idx, q_slot, mask.kv_blocks, 0)
+    back = scatter_rows(kv.mask_block_cnt, kv.mask_block_idx, kv_slot, mask.q_blocks, 0).transpose(2, 3)
+    wrong = (slots != back) | (slots < 0) | (slots >= max(1, len(bits.words)))
+    if bool(wrong.any()):
+        at = _first(wrong)
+        raise MaskError(
+            f"{_where(wrong)} has bits at slot {int(slots[at])} in q_to_kv and {int(back[at])} in kv_to_q, of "
+            f"{len(bits.words)} stored; both must name the same stored block: build the mask with create_block_mask"
+        )
 
 
 _CLASS = ("not listed", "partial", "full")

@@ -188,10 +188,11 @@ def test_slices_of_slices_compose():
 
 
 def test_a_batch_taken_from_several_serves_any_batch_count():
-    part = create_block_mask(per_batch_and_head, 2, 2, 64, 64, BLOCK_SIZE=16)[1, 0]
+    mask = create_block_mask(per_batch_and_head, 2, 2, 64, 64, BLOCK_SIZE=16)
     b = torch.arange(5, dtype=torch.int32)
-    kept = part.mask_mod(b, b, torch.full_like(b, 3), torch.full_like(b, 30))
-    assert kept.tolist() == [True] * 5
+    for batch, kept in ((0, False), (1, True)):
+        pinned = mask[batch, 0].mask_mod(b, b, torch.full_like(b, 3), torch.full_like(b, 30))
+        assert pinned.tolist() == [kept] * 5
 
 
 def test_a_prefix_of_rows_needs_no_new_mask_mod():
@@ -405,9 +406,10 @@ def test_bits_and_index_base_move():
     dense = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) > 0.5
     moved = create_block_mask(dense, None, None, 64, 64).to("meta")
     assert {t.device.type for t in moved.bits} == {"meta"}
-    base = IndexBase(q_base=torch.zeros(1, dtype=torch.int32))
-    moved = create_block_mask(causal, None, None, 64, 64, index_base=base).to("meta")
-    assert moved.index_base.q_base.device.type == "meta"
+    base = IndexBase(1, 2, torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    moved = create_block_mask(causal, None, None, 64, 256, index_base=base).to("meta").index_base
+    assert (moved.b_off, moved.h_off, moved.q_base.shape, moved.kv_base.shape) == (1, 2, (1,), (2,))
+    assert {moved.q_base.device.type, moved.kv_base.device.type} == {"meta"}
 
 
 @pytest.mark.parametrize("mod", [causal, and_masks(causal, noop_mask)], ids=["function", "combined"])

@@ -79,6 +79,18 @@ def test_directions_that_disagree_are_a_fault():
         BlockMask(wrong, (16, 16), (48, 40), causal).check()
 
 
+@pytest.mark.parametrize("field", ["q_to_kv_slot", "kv_to_q_slot"])
+@pytest.mark.parametrize("shift", [1, 1000])
+def test_bits_that_belong_to_another_block_are_a_fault(field, shift):
+    good = create_block_mask(
+        torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) > 0.5, None, None, 64, 64, BLOCK_SIZE=16
+    )
+    good.check()
+    bits = good.bits._replace(**{field: getattr(good.bits, field) + shift})
+    with pytest.raises(MaskError, match=r"q_block 0, kv_block 0\) has bits at slot"):
+        BlockMask(BlockLists(good.q_to_kv, good.kv_to_q, bits), (16, 16), (64, 64)).check()
+
+
 # -- use in a call ----------------------------------------------------------------------------------------------------
 def test_a_fitting_mask_passes():
     validate_for(create_block_mask(causal, None, None, 64, 96), 5, 7, 64, 96, "cpu")
