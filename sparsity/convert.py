@@ -247,8 +247,6 @@ def _mod_for_torch(mask: BlockMask) -> Any:
     """A mask_mod in local coordinates: torch knows no index_base and no bits."""
     if mask.bits is not None:
         return bits_mask_mod(mask.q_to_kv, mask.bits, mask.block_size, mask.seq_lengths[1])
-    if mask.mask_mod is None:
-        return torch_flex.noop_mask
     return mask.global_mask_mod()
 
 
