@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 START = b"\0"
-SMALLEST = 256  # bytes: shorter runs of definitions are joined
+SMALLEST, LARGEST = 256, 2048  # bytes: shorter runs of definitions are joined, longer ones cut at the end of a line
 EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
-DEFINITION = re.compile(rb"^(?=(?:    )?(?:@|def |class |async def ))", re.MULTILINE)
+DEFINITION = re.compile(rb"(?:    )?(?:@|def |class |async def )")
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def source_files() -> list[Path]:
 
 
 def split(source: bytes) -> list[bytes]:
-    """Cut a file before definitions, into documents of at least SMALLEST bytes (the last may be shorter)."""
+    """Cut a file before definitions, into documents of SMALLEST bytes or more (the last may be shorter)."""
     documents, current = [], b""
-    for piece in DEFINITION.split(source):
-        if len(current) >= SMALLEST:
+    for line in source.splitlines(keepends=True):
+        if len(current) >= LARGEST or (len(current) >= SMALLEST and DEFINITION.match(line)):
             documents.append(current)
             current = b""
-        current += piece
+        current += line
     return [*documents, current] if current else documents
 
 

@@ -33,6 +33,7 @@ def test_documents_are_the_files_cut_before_definitions() -> None:
     parts = data.split(source)
     assert b"".join(parts) == source
     assert [part.split(b"\n")[0] for part in parts] == [b"import os", b"def f():", b"class C:"]
+    assert [len(part) for part in data.split(b"eight..\n" * 600)] == [2048, 2048, 704]
 
 
 def test_batches_pack_documents_and_shift_targets_by_one() -> None:
@@ -74,7 +75,7 @@ def test_a_loss_that_does_not_fall_stops_the_demo() -> None:
 
 
 def test_a_few_steps_run_as_a_user_starts_them(tmp_path: Path) -> None:
-    command = [sys.executable, str(DEMO / "train.py"), "--steps", "4", "--length", "1024", "--out", str(tmp_path)]
+    command = [sys.executable, str(DEMO / "train.py"), "--steps", "4", "--length", "512", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
