@@ -8,6 +8,7 @@ while a bare `cfg` may read anything. What cannot be followed makes the recipe o
 from __future__ import annotations
 
 import dis
+import sys
 import threading
 from dataclasses import dataclass
 from types import CodeType
@@ -123,7 +124,13 @@ def _chain(loads: list[dis.Instruction], at: int) -> Chain:
     while end < len(loads) and loads[end].opname in _ATTR:
         attrs.append(loads[end].argval)
         end += 1
-    last, before = loads[end - 1], loads[at - 1] if at else None
-    called = last.opname == "LOAD_METHOD" or last.argrepr.startswith("NULL|self") or "NULL + " in last.argrepr
-    called = called or (before is not None and before.opname == "PUSH_NULL") or "+ NULL" in last.argrepr
-    return Chain(tuple(attrs), called)
+    return Chain(tuple(attrs), _is_called(loads, at, end))
+
+
+def _is_called(loads: list[dis.Instruction], first: int, end: int) -> bool:
+    """Is what instructions first..end-1 load the callee of a call? Python 3.10 marks method calls only."""
+    last = loads[end - 1]
+    if last.opname == "LOAD_METHOD" or "NULL" in last.argrepr.replace(str(last.argval), ""):
+        return True
+    marker = end if sys.version_info >= (3, 13) else first - 1
+    return 0 <= marker < len(loads) and loads[marker].opname == "PUSH_NULL"
