@@ -12,7 +12,7 @@ from flexbwd.plan import Gradients, Needs, Operands
 
 from .masks import keep_only
 from .programs import Factor
-from .tiles import FEW_RUNS, Problem, like_strides, own_tile
+from .tiles import FEW_RUNS, Problem, exp_minus, like_strides, own_tile
 from .walk import Chunk, Heads, RowStep
 
 
@@ -134,7 +134,7 @@ class _Backward:
             if not fresh:  # the score itself may be a Jacobian too
                 tile = problem.as_mod_tile(problem.scratch.get("weight", *score.shape), heads, step)
             score = own_tile(values[0], fresh, tile).view(score.shape)
-        weight = score.sub_(lse).exp_()
+        weight = exp_minus(score, lse)
         keeps = problem.masks.keeps(heads, step, chunk)
         if keeps:
             keep_only(problem.as_mod_tile(weight, heads, step), keeps)

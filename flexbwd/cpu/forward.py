@@ -10,7 +10,7 @@ from torch import Tensor
 from flexbwd.plan import Operands
 
 from .masks import hide
-from .tiles import Problem, like_strides
+from .tiles import Problem, exp_minus, like_strides
 from .walk import Heads, RowStep
 
 
@@ -58,15 +58,15 @@ def _rows(problem: Problem, heads: Heads, step: RowStep) -> tuple[Tensor | float
         value = problem.columns(problem.value, heads, chunk)
         chunk_top = score.amax(-1, keepdim=True)
         new_top = chunk_top if top is None else torch.maximum(top, chunk_top)
-        # rows that kept nothing yet: subtract 0, not -inf, so that exp gives 0
-        shift = new_top.clamp_min(torch.finfo(problem.acc).min)
-        weight = score.sub_(shift).exp_()
+        # rows that kept nothing yet: subtract a number, not -inf, so that exp gives 0
+        shift = new_top.clamp_min(torch.finfo(problem.acc).min / 2)
+        weight = exp_minus(score, shift)
         chunk_total = weight.sum(-1, keepdim=True)
         if acc is None:
             total, acc = chunk_total, torch.bmm(weight, value)
         else:
             assert top is not None and total is not None
-            fade = top.sub_(shift).exp_()
+            fade = exp_minus(top, shift)
             total = total.mul_(fade).add_(chunk_total)
             acc = acc.mul_(fade).baddbmm_(weight, value)
         top = new_top

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class KeepProgram:
 
 
 class ModPrograms:
-    _known: weakref.WeakKeyDictionary[ModPlan, ModPrograms] = weakref.WeakKeyDictionary()
+    _known: ClassVar[weakref.WeakKeyDictionary[ModPlan, ModPrograms]] = weakref.WeakKeyDictionary()
 
     def __init__(self, mods: ModPlan) -> None:
         self.score = None if mods.is_identity else TorchProgram([mods.forward], consume=("score",))

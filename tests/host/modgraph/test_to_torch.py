@@ -83,7 +83,7 @@ def test_max_and_min_propagate_nan(build, op, other):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [3, 100], ids=["small", "large"])
 def test_where_selects_bits_exactly(build, dtype, size):
-    score = SCORE[:, :size].to(dtype)
+    score = SCORE[:, :size].clone().to(dtype)
     score[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
     inputs = {"score": score, "q_idx": Q[:size], "kv_idx": KV}
     cond = build.compare("gt", build.k, build.q)
