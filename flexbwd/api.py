@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from flexbwd import compiling, ops, validate
 from flexbwd.errors import OptionError
-from flexbwd.planning import Mods, Numerics, block_size_of, choose_mask, prepare
+from flexbwd.planning import Mods, Numerics, agreed_base, block_size_of, choose_mask, prepare
 from flexbwd.problem import Problem
 from flexbwd.sparsity import BlockMask
 from flexbwd.sparsity.tensors import IndexBase
@@ -136,10 +136,11 @@ def _prepare(
     validate.backend(o.backend, query.device)
     problem = Problem.of(query, key, value, o.scale)
     mask, chosen = choose_mask(o.mask_mod, o.block_mask, problem)
-    validate.index_base(o.index_base, problem.q_len, problem.kv_len, block_size_of(chosen, o.index_base))
+    base = agreed_base(chosen, o.index_base)
+    validate.index_base(base, problem.q_len, problem.kv_len, block_size_of(chosen, base))
     numerics = Numerics(o.precision, validate.kernel_options(o.kernel_options))
-    prepared = prepare(Mods(o.score_mod, o.score_mod_bwd, mask, chosen), problem, numerics, o.index_base)
-    static = ops.Static.of(prepared.blocks, o.index_base, prepared.plan_id, problem.scale)
+    prepared = prepare(Mods(o.score_mod, o.score_mod_bwd, mask, chosen), problem, numerics, base)
+    static = ops.Static.of(prepared.blocks, base, prepared.plan_id, problem.scale)
     return query, key, value, list(prepared.captures), static
 
 
@@ -150,6 +151,7 @@ def _compiled(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tu
     validate.backend(options.backend, query.device)
     validate.kernel_options(options.kernel_options)
     masks = compiling.mask_parts(options.mask_mod, options.block_mask)
+    options = options._replace(index_base=agreed_base(options.block_mask, options.index_base))
     validate.index_base(options.index_base, query.shape[2], key.shape[2], masks[2])
     return compiling.call(query, key, value, options, masks)
 

@@ -76,7 +76,7 @@ def choose_mask(mask_mod: Any, block_mask: Any, problem: Problem) -> tuple[Any, 
             raise MaskError(
                 "mask_mod is a tensor and block_mask is given too; pass create_block_mask(tensor, ...) alone"
             )
-        block_mask, mask_mod = tabulated(mask_mod, problem), None
+        block_mask, mask_mod = tabulated(mask_mod, problem, None), None
     if block_mask is None:
         return mask_mod, None
     if isinstance(block_mask, TorchBlockMask):
@@ -96,10 +96,37 @@ def choose_mask(mask_mod: Any, block_mask: Any, problem: Problem) -> tuple[Any, 
     return (own if mask_mod is None else mask_mod), block_mask
 
 
-def tabulated(mask: Any, problem: Problem) -> sparsity.BlockMask:
+def tabulated(mask: Any, problem: Problem, base: IndexBase | None) -> sparsity.BlockMask:
     """The block mask of a dense bool tensor or of a callable that cannot be traced."""
-    p = problem
-    return sparsity.create_block_mask(mask, p.batch, p.q_heads, p.q_len, p.kv_len, device=p.device)
+    p, size = problem, block_size_of(None, base)
+    return sparsity.create_block_mask(
+        mask, p.batch, p.q_heads, p.q_len, p.kv_len, p.device, BLOCK_SIZE=size, index_base=base
+    )
+
+
+def agreed_base(block_mask: sparsity.BlockMask | None, base: IndexBase | None) -> IndexBase | None:
+    """The one index base of a call: the mask's own serves the whole call, and another beside it is an error."""
+    if not isinstance(block_mask, sparsity.BlockMask):
+        return base
+    own = block_mask.index_base
+    if own is None:
+        if base is not None and block_mask.built:
+            raise MaskError(
+                "index_base is given, but block_mask was created without one, so its lists belong to other "
+                "coordinates; create it with create_block_mask(..., index_base=index_base)"
+            )
+        return base
+    if base is None or base is own or same_base(own, base):
+        return own
+    raise MaskError("index_base differs from the one block_mask was created with; pass it to create_block_mask only")
+
+
+def same_base(x: IndexBase, y: IndexBase) -> bool:
+    """Do both give every position the same coordinates?"""
+    if torch.compiler.is_compiling() or (x.b_off, x.h_off) != (y.b_off, y.h_off):
+        return False
+    pairs = ((x.q_base, y.q_base), (x.kv_base, y.kv_base))
+    return all(p is q or (p is not None and q is not None and _same_contents(p, q)) for p, q in pairs)
 
 
 def prepare(mods: Mods, problem: Problem, numerics: Numerics, base: IndexBase | None) -> Prepared:
@@ -110,7 +137,7 @@ def prepare(mods: Mods, problem: Problem, numerics: Numerics, base: IndexBase | 
         if mods.mask_mod is None or mods.block_mask is not None:
             raise
         trace_all(replace(mods, mask_mod=None), problem)  # raises if it is a score mod that cannot be traced
-        mods = replace(mods, mask_mod=None, block_mask=tabulated(mods.mask_mod, problem))
+        mods = replace(mods, mask_mod=None, block_mask=tabulated(mods.mask_mod, problem, base))
         traced, captures = trace_all(mods, problem)
     block_size = block_size_of(mods.block_mask, base)
     linked = link(traced, block_size, numerics)

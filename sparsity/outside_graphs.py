@@ -18,15 +18,16 @@ def outside_graphs(fn: Function) -> Function:
     The same as `torch.compiler.disable`, but the compiler is not imported for it. In a graph that may not be broken
     (`fullgraph=True`) torch says so; build the mask before and pass it in.
     """
-    disabled: list[Callable] = []
+    disabled: Callable | None = None
 
     @functools.wraps(fn)
     def call(*args, **kwargs):  # type: ignore[no-untyped-def]
         if "torch._dynamo" not in sys.modules:
             return fn(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(fn))
-        return disabled[0](*args, **kwargs)
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(fn)
+        return disabled(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = f"{fn.__qualname__} looks at values; build masks outside compiled code"  # type: ignore[attr-defined]

@@ -129,3 +129,40 @@ def test_import_needs_no_gpu_library():
 
     code = "import sys, flexbwd; assert not {'cutlass', 'matplotlib', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("given", ["call", "mask", "both"])
+def test_one_index_base_serves_mask_and_score(given):
+    from flexbwd.sparsity import IndexBase
+
+    case = make_case((200, 300), head_dim=16)
+    base = IndexBase(1, 2, torch.tensor([256, 0], dtype=torch.int32), torch.tensor([128, 0, 64], dtype=torch.int32))
+
+    def bias(s, b, h, i, j):
+        return s + 0.1 * (h + b) * (i - j)
+
+    mask = None if given == "call" else flexbwd.create_block_mask(causal, None, None, 200, 300, index_base=base)
+    out = flex_attention(
+        case.query,
+        case.key,
+        case.value,
+        bias,
+        mask,
+        mask_mod=causal if given == "call" else None,
+        index_base=None if given == "mask" else base,
+    )
+    want, _ = attention_reference(case.query, case.key, case.value, bias, causal, index_base=base)
+    torch.testing.assert_close(out, want)
+
+
+def test_a_mask_of_other_coordinates_is_refused():
+    from flexbwd.errors import MaskError
+    from flexbwd.sparsity import IndexBase
+
+    case = make_case((200, 200), head_dim=16)
+    near, far = (IndexBase(q_base=torch.full((2,), n, dtype=torch.int32)) for n in (0, 128))
+    plain = flexbwd.create_block_mask(causal, None, None, 200, 200)
+    based = flexbwd.create_block_mask(causal, None, None, 200, 200, index_base=near)
+    for mask in (plain, based):
+        with pytest.raises(MaskError, match="index_base"):
+            flex_attention(case.query, case.key, case.value, block_mask=mask, index_base=far)
