@@ -18,7 +18,7 @@ from flexbwd.modgraph.ir import topological
 from flexbwd.modgraph.to_torch import evaluate
 
 B, H, S = 2, 3, 5
-POINTS = list(itertools.product(range(B), range(H), (0, 2, 4), (1, 3, 4)))
+POINTS = list(itertools.product(range(B), range(H), (0, 2, 4), (1, 2, 4)))
 
 
 def parameter(*shape):
@@ -83,6 +83,12 @@ def no_grad_table(s, b, h, q, k):
     return s * gate + SLOPES[h]
 
 
+def no_grad_scalars(s, b, h, q, k):
+    with torch.no_grad():
+        gate = torch.sigmoid(SLOPES[h] * s)
+    return s * gate + SLOPES[h] * GATE
+
+
 INDEXING = {
     "all at once": lambda s, b, h, q, k: s + BIAS[b, h, q, k],
     "chained": lambda s, b, h, q, k: s + BIAS[b][h][q][k],
@@ -94,6 +100,7 @@ INDEXING = {
     "negative index": lambda s, b, h, q, k: s + PAIR[h, q - k],
     "negative index into a slice": lambda s, b, h, q, k: s + PAIR[:, 2:8][h, q - k - 1] + PAIR[h, 1:9][q - k],
     "strided slice": lambda s, b, h, q, k: s + PAIR[:, ::2][h, q] + PAIR[h, 1::2][k],
+    "negative index into a slice of a row": lambda s, b, h, q, k: s + PAIR[h][1:9][q - k] + PAIR[h][1::3][b - 1],
     "relative": lambda s, b, h, q, k: s + PAIR[h, q - k + S - 1],
     "0-dim": lambda s, b, h, q, k: s * GATE + GATE,
     "one element": lambda s, b, h, q, k: s + ONE[0] * ONE.squeeze() + ONE.view(()),
@@ -131,6 +138,7 @@ INDEXING = {
     "detached": lambda s, b, h, q, k: s + SLOPES.detach()[h] * SLOPES[h] + SLOPES[h].detach() + SLOPES.data[h],
     "detached computation": lambda s, b, h, q, k: s + SLOPES.exp().detach()[h] * GATE + (GATE * 2).detach() * s,
     "no_grad": no_grad_table,
+    "no_grad, per element": no_grad_scalars,
     "ignores the score": lambda s, b, h, q, k: SQUARE[q, k],
     "boolean mask of a table": lambda s, b, h, q, k: s + torch.where(SQUARE > 0, SQUARE, 0.0)[q, k],
     "split": lambda s, b, h, q, k: s + PAIR.split(5, dim=1)[1][h, q] + PAIR.chunk(2, 1)[0][h, k],
