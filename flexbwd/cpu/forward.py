@@ -59,7 +59,7 @@ def _rows(problem: Problem, heads: Heads, step: RowStep) -> tuple[Tensor | float
         chunk_top = score.amax(-1, keepdim=True)
         new_top = chunk_top if top is None else torch.maximum(top, chunk_top)
         # rows that kept nothing yet: subtract a number, not -inf, so that exp gives 0
-        shift = new_top.clamp_min(torch.finfo(problem.acc).min / 2)
+        shift = new_top.clamp_min(torch.finfo(problem.acc).min)
         weight = exp_minus(score, shift)
         chunk_total = weight.sum(-1, keepdim=True)
         if acc is None:

@@ -19,6 +19,7 @@ from .programs import ModPrograms
 from .walk import DEFAULT_BUDGET, Chunk, Grid, Heads, RowStep, walk_of
 
 _LOG2E = math.log2(math.e)
+_LARGE_SHIFT = 32.0  # half an fp32 ulp of it, 2e-6, is as much as rounding the LSE itself costs
 FEW_RUNS = 8  # runs up to which slices beat an index
 
 
@@ -104,11 +105,14 @@ class Problem:
 
 
 def exp_minus(score: Tensor, shift: Tensor) -> Tensor:
-    """exp(score − shift), in the score's memory, in two passes.
+    """exp(score − shift), in the score's memory, in two passes, or three where |shift| is large.
 
     By exp2: torch's exp runs in MKL on CPU, which takes up to 40 ns an element where the result underflows (-inf, and
-    everything below -87) against 0.3 ns for exp2 anywhere.
+    everything below -87) against 0.3 ns for exp2 anywhere. Two passes round shift·log2(e), which must not be large: at
+    a row of masking constants, -1e9, the result would be off by 2**30, and at -1e30 NaN.
     """
+    if float(shift.abs().amax()) > _LARGE_SHIFT:
+        return torch.sub(score, shift, out=score).mul_(_LOG2E).exp2_()
     return torch.add(shift * -_LOG2E, score, alpha=_LOG2E, out=score).exp2_()
 
 
