@@ -162,7 +162,7 @@ def collect_grads(
 ) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv and the captures' gradients by name, for the upstream gradients of `case`."""
     outputs, upstream = [out], [case.grad_out]
-    if case.grad_lse is not None:
+    if case.grad_lse is not None and lse.requires_grad:  # no: a score_mod that reads no score and no parameter
         outputs, upstream = [out, lse], [case.grad_out, case.grad_lse]
     wanted = (*leaves, *captures.values())
     grads = torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
