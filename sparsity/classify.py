@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexbwd.modgraph.intervals import IntervalProgram
-from flexbwd.modgraph.ir import Node
+from flexbwd.modgraph.ir import Node, topological
 from flexbwd.modgraph.to_torch import TorchProgram
 
 from .grid import BlockGrid
@@ -46,8 +46,10 @@ class Classifier:
 
     def __init__(self, root: Node, captures: Sequence[Tensor], grid: BlockGrid):
         self.grid = grid
-        self.intervals = IntervalProgram(root, captures)
-        self.search = _Search(root, self.intervals, captures, grid)
+        used = {n.attr for n in topological([root]) if n.op == "load"}
+        host = [c.detach().cpu() if slot in used else c for slot, c in enumerate(captures)]
+        self.intervals = IntervalProgram(root, host)
+        self.search = _Search(root, self.intervals, host, grid)
 
     def classify(self, lead: slice, rows: slice) -> tuple[Array, Array]:
         """`(partial, full)`, both bool `[lead, rows, kv blocks]`."""
@@ -95,7 +97,7 @@ class _Search:
     def __init__(self, root: Node, intervals: IntervalProgram, captures: Sequence[Tensor], grid: BlockGrid):
         self.intervals = intervals
         self.elements = TorchProgram([root])
-        self.captures = [c.detach().cpu() for c in captures]
+        self.captures = captures
         self.grid = grid
         self.sizes = grid.q.block, grid.kv.block
         self.cell = max(_CELL, -(-self.sizes[0] // _MOST_CELLS)), max(_CELL, -(-self.sizes[1] // _MOST_CELLS))

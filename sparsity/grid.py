@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ def check_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
             f"BLOCK_SIZE={block_size!r}: it must be a positive multiple of 16, or a pair (q, kv) of them; 128 and 64 "
             "are the fast ones"
         )
-    return sizes  # type: ignore[return-value]
+    return int(sizes[0]), int(sizes[1])
 
 
 def check_sizes(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> None:
@@ -125,6 +126,6 @@ def check_sizes(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> None:
         optional = name in ("B", "H")
         if value is None and optional:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             rule = "an integer >= 0" + (", or None to broadcast" if optional else "")
             raise MaskError(f"{name}={value!r}: it must be {rule}; pass the size of the attention problem")

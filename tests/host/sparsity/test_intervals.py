@@ -193,6 +193,14 @@ def test_bounds_mark_a_possible_nan_in_both_ends():
     assert (lo[1], hi[1]) == (0.0, 2.0)
 
 
+def test_a_product_that_a_gpu_may_flush_to_zero_can_be_zero():
+    build = Builder()
+    root = build.arith("mul", *(build.load(slot, F, (build.input("q_idx"),)) for slot in (0, 1)))
+    at = np.array([0])
+    lo, hi = bounds(root, {"q_idx": (at, at)}, [torch.tensor([1e-25]), torch.tensor([1e-15])])
+    assert lo[0] <= 0 < hi[0]
+
+
 def test_an_absent_input_can_be_anything():
     build = Builder()
     no, yes = bounds(build.compare("gt", build.input("score"), build.const(0.0)), {}, [])
