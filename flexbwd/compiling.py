@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flexbwd import ops
 from flexbwd.errors import MaskError
 from flexbwd.modgraph.frontend import ModKind, TracedMod, trace, warn_narrowing
-from flexbwd.planning import Numerics, link, lists_for
+from flexbwd.planning import Numerics, check_lengths, link, lists_for
 from flexbwd.problem import Problem, stat_dtype
 from flexbwd.sparsity.tensors import BlockBits, BlockLists, BlockSparseTensors, IndexBase
 
@@ -168,6 +168,8 @@ def _run(subgraph: fx.GraphModule, operands: Sequence[Any], static: dict[str, An
     if static["based"]:
         b_off, h_off = static["offsets"]
         base = IndexBase(b_off, h_off, at.get("q_base"), at.get("kv_base"), tuple(static["block_size"]))
+    if base is None:
+        check_lengths(tuple(e and e[0] for e in mods), problem)
     plan, blocks = lists_for(linked, _given_lists(at), captures, problem, base, pin=True)
     fixed = ops.Static.of(blocks, base, plan, problem.scale)
     found = torch.ops.flexbwd.forward(query, key, value, captures, *fixed, True)

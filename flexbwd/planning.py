@@ -7,6 +7,7 @@ block lists by the *contents* of the tensors the mask reads.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from flexbwd import sparsity
 from flexbwd.errors import MaskError, ModDataDependentError, ModShapeError, ModUnsupportedOpError
 from flexbwd.mask_ops import build, traced_lists
+from flexbwd.modgraph.extents import Extents, check_extents
 from flexbwd.modgraph.frontend import ModKind, TracedMod, trace, warn_narrowing
 from flexbwd.modgraph.ir import topological
 from flexbwd.modgraph.plan_mods import build_mod_plan
@@ -139,6 +141,8 @@ def prepare(mods: Mods, problem: Problem, numerics: Numerics, base: IndexBase | 
         trace_all(replace(mods, mask_mod=None), problem)  # raises if it is a score mod that cannot be traced
         mods = replace(mods, mask_mod=None, block_mask=tabulated(mods.mask_mod, problem, base))
         traced, captures = trace_all(mods, problem)
+    if base is None:
+        check_lengths(traced, problem)
     block_size = block_size_of(mods.block_mask, base)
     linked = link(traced, block_size, numerics)
     mask = mods.block_mask
@@ -185,6 +189,24 @@ def trace_all(mods: Mods, problem: Problem) -> tuple[tuple[TracedMod | None, ...
         traced.append(found)
         captures += found.prologue.run(tensors)
     return tuple(traced), tuple(captures)
+
+
+_fitting: weakref.WeakKeyDictionary[TracedMod, set[tuple[Extents, bool]]] = weakref.WeakKeyDictionary()
+
+
+def check_lengths(traced: Sequence[TracedMod | None], problem: Problem) -> None:
+    """Refuse captured tensors too short for these lengths (if they are known); each trace is checked once per lengths."""
+    extents = Extents(problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
+    if not all(type(n) is int for n in extents):
+        return
+    score, _, mask = traced
+    for mod, masked in ((score, mask is not None), (mask, False)):
+        if mod is None or (extents, masked) in (done := _fitting.setdefault(mod, set())):
+            continue
+        check_extents(mod, extents, masked)
+        if len(done) > 64:
+            done.clear()
+        done.add((extents, masked))
 
 
 def block_size_of(block_mask: sparsity.BlockMask | None, base: IndexBase | None) -> tuple[int, int]:
