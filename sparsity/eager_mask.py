@@ -33,23 +33,47 @@ class EagerMask:
         self.total = 0
         self.vectorised = True
 
-    def check_reads(self, B: int | None, H: int | None) -> None:
-        """MaskError when one call, at element (0, 0), reads `b` with B None or `h` with H None."""
-        watched = [torch.zeros((), dtype=torch.int32).as_subclass(_Watched) for _ in range(2)]
-        plain = torch.zeros((), dtype=torch.int32)
-        if B is not None and H is not None:
-            return
-        try:
-            with torch.no_grad():
-                self.mask_mod(*watched, plain, plain)
-        except Exception:  # a callable that fails here fails again, and is reported, where it is evaluated
-            return
-        for argument, value, seen in (("B", B, watched[0]), ("H", H, watched[1])):
-            if value is None and seen.used:
+    def differs(self, B: int | None, H: int | None) -> tuple[bool, bool]:
+        """Whether the mask may differ along (batch, head). MaskError where it does along one given as None.
+
+        A vectorised call tells: a result that does not depend on a mapped argument comes back expanded. Where
+        there is none, one plain call at element (0, 0) tells which arguments None were touched.
+        """
+        reads = self._vectorised_reads()
+        if reads is None:
+            reads = self._touched()
+            known = (reads[0] or B is not None, reads[1] or H is not None)
+        else:
+            known = reads
+        for argument, value, read in (("B", B, reads[0]), ("H", H, reads[1])):
+            if value is None and read:
                 raise MaskError(
                     f"{argument}=None broadcasts one mask, but mask_mod {self.name} reads `{argument.lower()}`: "
                     f"pass {argument}=the number of {'batch entries' if argument == 'B' else 'query heads'}"
                 )
+        return known
+
+    def _vectorised_reads(self) -> tuple[bool, bool] | None:
+        two = torch.zeros(2, dtype=torch.int32, device=self.device)
+        call = self.mask_mod
+        for dim in (3, 2, 1, 0):
+            call = torch.vmap(call, in_dims=tuple(0 if d == dim else None for d in range(4)))
+        try:
+            with torch.no_grad():
+                found = call(two, two, two, two)
+        except Exception:  # reported where the elements are evaluated
+            return None
+        return (found.stride(0) != 0, found.stride(1) != 0) if isinstance(found, Tensor) else None
+
+    def _touched(self) -> tuple[bool, bool]:
+        watched = [torch.zeros((), dtype=torch.int32).as_subclass(_Watched) for _ in range(2)]
+        plain = torch.zeros((), dtype=torch.int32)
+        try:
+            with torch.no_grad():
+                self.mask_mod(*watched, plain, plain)
+        except Exception:  # as above
+            return False, False
+        return watched[0].used, watched[1].used
 
     def __call__(self, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         """bool `[pairs, q, kv]` for the (batch, head) pairs `b, h` and the given coordinates."""

@@ -84,8 +84,8 @@ def tabulate_callable(
     """
     check_sizes(B, H, Q_LEN, KV_LEN)
     mask = EagerMask(mask_mod, device or "cpu")
-    mask.check_reads(B, H)
-    grid = BlockGrid.make((B, True), (H, True), (Q_LEN, KV_LEN), check_block_size(block_size), index_base)
+    by_batch, by_head = mask.differs(B, H)
+    grid = BlockGrid.make((B, by_batch), (H, by_head), (Q_LEN, KV_LEN), check_block_size(block_size), index_base)
     mask.total = grid.lead * Q_LEN * KV_LEN
     kv_idx = grid.kv.positions(slice(0, grid.kv.blocks))
 

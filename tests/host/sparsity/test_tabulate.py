@@ -115,6 +115,15 @@ def test_a_callable_with_python_control_flow_is_called_element_by_element(brute)
     assert_describes(brute, tabulate_callable(mask_mod, None, None, 100, 80, 64), dense, (64, 64))
 
 
+def test_only_the_dimensions_a_callable_reads_are_evaluated(brute):
+    lengths = torch.tensor([200, 90])
+    lists = tabulate_callable(lambda b, h, q, k: k < lengths[b], 2, 64, 200, 200, 64)
+    assert lists.q_to_kv.mask_block_cnt.stride()[:2] == (4, 0)
+    dense = (torch.arange(200) < lengths[:, None])[:, None, None].expand(2, 64, 200, 200)
+    assert_describes(brute, lists, dense, (64, 64))
+    assert lists.bits.words.shape[0] == 4  # one ragged column of blocks, once for all heads
+
+
 def test_a_callable_sees_global_coordinates(brute):
     base = IndexBase(1, 2, torch.tensor([100, 0], dtype=torch.int32), torch.tensor([0, 30, -50], dtype=torch.int32))
     q = (torch.arange(70) + base.q_base.repeat_interleave(64)[:70])[:, None]
