@@ -195,7 +195,7 @@ _fitting: weakref.WeakKeyDictionary[TracedMod, set[tuple[Extents, bool]]] = weak
 
 
 def check_lengths(traced: Sequence[TracedMod | None], problem: Problem) -> None:
-    """Refuse captured tensors too short for these lengths (if they are known); each trace is checked once per lengths."""
+    """Refuse captured tensors too short for these lengths, where those are known; once per trace and lengths."""
     extents = Extents(problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
     if not all(type(n) is int for n in extents):
         return
