@@ -27,9 +27,9 @@ from flexbwd.errors import (
 from .ir import BOOL, I32, I64, Node
 from .locate import user_line
 from .prologue import Register, Step
-from .recorder import Recorder, op_name
+from .recorder import Recorder, op_name, plain_torch
 from .scalar_ops import CANNOT_OVERFLOW, ELEMENTWISE, Emit, is_comparison
-from .values import NARROW_INTS, Coords, Value, aligned, ir_dtype
+from .values import NARROW_INTS, WIDE, Coords, Value, aligned, ir_dtype
 from .view_ops import FREE_VIEWS, SPLITS, VIEWS
 
 aten = torch.ops.aten
@@ -40,7 +40,6 @@ _REDUCE = (
     "sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "dot", "mm", "mv", "bmm", "addmm", "logsumexp",
     "_softmax", "_log_softmax", "var", "std", "argmax", "argmin", "linalg_vector_norm", "norm",
 )  # fmt: skip
-_LITERALS = ("lift_fresh", "lift", "lift_fresh_copy")
 _LITERAL_LIMIT = 1024
 _REMEDY = {
     "sort": "sort outside the mod and capture the result",
@@ -123,7 +122,7 @@ class Importer(Recorder):
     def _literals_of(
         self, func: Any, args: Any, kwargs: Any, values: Mapping[int, Value], outs: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """The results' contents, where they follow from the mod's text alone and are few."""
+        """The results' contents, where they follow from the mod's text alone and are few; fp32 ones are held WIDE."""
         small = sum(o.numel() for o in outs) <= _LITERAL_LIMIT and all(ir_dtype(o.dtype) for o in outs)
         if not small or any(v.literal is None for v in values.values()) or func._schema.is_mutable:
             return None
@@ -133,7 +132,10 @@ class Importer(Recorder):
                 return values[id(a)].literal
             return torch.device("cpu") if isinstance(a, torch.device) else a
 
-        with torch.no_grad():
+        kwargs = dict(kwargs)
+        if outs[0].dtype is torch.float32 and any(a.name == "dtype" for a in func._schema.arguments):
+            kwargs["dtype"] = WIDE
+        with plain_torch(), torch.no_grad():
             out = func(*tree_map(literal, args), **tree_map(literal, kwargs))
         return [out] if isinstance(out, Tensor) else list(out)
 
@@ -233,7 +235,9 @@ class Importer(Recorder):
                 register = values[id(t)].register
                 assert register is not None
                 problem = f"{self.names[register]} is on {t.device}, the query on {self.device}"
-                remedy = f"move it there before the call: .to({str(self.device)!r})"
+                remedy = (
+                    f"move it there before the call, .to({str(self.device)!r}), or make it with device=q_idx.device"
+                )
                 raise self.error(ModCaptureError, problem, remedy=remedy)
 
     def _check_index(self, args: tuple[Any, ...]) -> None:

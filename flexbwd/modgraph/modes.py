@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexbwd.errors import ModShapeError
 
 from .importer import Importer
+from .recorder import plain_torch
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "__bool__": bool,
@@ -67,12 +68,16 @@ class IndexMode(TorchFunctionMode):
         value = self.recorder.value(tensor)
         if value.literal is None or value.literal.numel() != 1:
             raise self.recorder.data_dependent(_spelled(name), captured=not value.is_indexed)
-        return _CONVERSIONS[name](value.literal.item())
+        with plain_torch():
+            number = value.literal.item()
+        return _CONVERSIONS[name](number)
 
     def _literal(self, func: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(a, Tensor) for a in (*args[:2], *kwargs.values())) and func is not Tensor.new_tensor:
             return func(*args, **kwargs)
         self.recorder.in_literal = True
+        given = (*args, *(kwargs[n] for n in ("data", "obj") if n in kwargs))
+        self.recorder.literal_data = given[1 if func is Tensor.new_tensor else 0]
         try:
             return func(*args, **kwargs)
         finally:

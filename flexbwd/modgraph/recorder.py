@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flexbwd.errors import (
     ModCaptureError,
@@ -31,7 +32,7 @@ from flexbwd.errors import (
 from .ir import Builder, Node
 from .locate import user_line
 from .prologue import Register, Step
-from .values import Coords, Value, ir_dtype
+from .values import WIDE, Coords, Value, ir_dtype
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
@@ -60,6 +61,13 @@ def quiet_fakes() -> Iterator[None]:
         _tracing.on = before
 
 
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Tensors are just tensors here: no mode of the trace sees what is done with them."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def op_name(func: Any) -> str:
     """`add` of `aten::add.Tensor`."""
     return func._schema.name.split("::")[-1]
@@ -85,6 +93,7 @@ class Recorder:
         self.tensors: dict[Register, Tensor] = {}
         self.narrowed: list[str] = []
         self.in_literal = False  # inside torch.tensor(...): an unknown tensor is the mod's own
+        self.literal_data: Any = None  # what torch.tensor(...) was given
         self._values: dict[int, tuple[Tensor, Value]] = {}
         self._stand_ins: dict[int, Tensor] = {}
         self._slot_of: dict[Register, int] = {}
@@ -151,10 +160,14 @@ class Recorder:
 
     def _literal(self, tensor: Tensor) -> Value:
         """A tensor written out in the mod's own text."""
-        held = tensor.detach().clone()
+        numbers = all(isinstance(x, (int, float)) for x in tree_leaves(self.literal_data))
+        with plain_torch():
+            held = tensor.detach().clone()
+            wide = tensor.dtype is torch.float32 and numbers
+            contents = torch.tensor(self.literal_data, dtype=WIDE) if wide else held.cpu()
         register = self._record(Step(torch.ops.aten.lift_fresh_copy.default, (held,)), "constant")
         self._stand_ins[id(tensor)] = self._empty(tensor.shape, tensor.dtype, tensor.device)
-        return self._free_value(tensor, register, held.cpu(), None)
+        return self._free_value(tensor, register, contents, None)
 
     def _loader(self, register: Register, dtype: torch.dtype) -> Callable[[Coords], Node]:
         kind = ir_dtype(dtype)
@@ -185,7 +198,9 @@ class Recorder:
 
         def at(coords: Coords) -> Node:
             if literal is not None and all(c.is_const for c in coords):
-                return self.builder.const(literal[tuple(int(c.value) for c in coords)].item(), ir_dtype(out.dtype))
+                with plain_torch():
+                    number = literal[tuple(int(c.value) for c in coords)].item()
+                return self.builder.const(number, ir_dtype(out.dtype))
             node = load(coords)
             return self.builder.emit("detach", node) if detach else node
 

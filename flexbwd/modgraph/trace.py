@@ -122,7 +122,8 @@ def _run(mod: Mod, kind: ModKind, recorder: Importer) -> Any:
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), autocast, quiet_fakes():
         arguments = [recorder.input(a, kinds.get(a, torch.int32)) for a in kind.arguments]
         try:
-            with RecordMode(recorder), IndexMode(recorder):
+            # the fake mode below: with it, torch makes no tensor on a device this machine may lack
+            with recorder.fake_mode, RecordMode(recorder), IndexMode(recorder):
                 return mod(*arguments)
         except ModError:
             raise

@@ -31,6 +31,7 @@ _IR: dict[torch.dtype, DType] = {
     torch.uint8: I32,
     torch.bool: BOOL,
 }
+WIDE = torch.float64  # of a literal that torch makes fp32: in an fp64 problem the mod computes in fp64
 NARROW_INTS = (torch.int16, torch.int8, torch.uint8)
 
 
@@ -47,7 +48,7 @@ class Value:
         shape, dtype: torch's.
         at: the element at given coordinates, of type `ir_dtype(dtype)`.
         register: where the prologue holds it; None when it depends on an index.
-        literal: its contents, when no captured tensor reaches it either.
+        literal: its contents, when no captured tensor reaches it either; WIDE where `dtype` is fp32.
     """
 
     shape: tuple[int, ...]

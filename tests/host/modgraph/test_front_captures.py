@@ -228,3 +228,23 @@ def test_a_fake_capture_is_traced_like_a_real_one():
         (derived,) = traced.prologue.run(tensors)
     assert tensors[0] is table
     assert derived.shape == (H, S)
+
+
+def test_numbers_of_the_mods_own_text_are_python_numbers():
+    def mod(score, b, h, q_idx, kv_idx):
+        gain = torch.tensor(2.0).item() + float(torch.tensor([1, 2])[1]) + int(torch.full((), 3))
+        return score * gain if torch.tensor(True) else score
+
+    traced, _ = trace(mod, ModKind.SCORE, device="cpu")
+    assert repr(traced.output) == "(score * 7.0)"
+
+
+def test_factories_on_a_device_that_is_not_here_are_traced():
+    def mod(score, b, h, q_idx, kv_idx):
+        slopes = torch.exp2(-torch.arange(1, H + 1, device=score.device))
+        table = torch.tensor([1.0, 2.0, 3.0], device=q_idx.device)
+        return score + slopes[h] * table[kv_idx] + torch.full((), 2.0, device=b.device) * torch.ones_like(score)
+
+    traced, _ = trace(mod, ModKind.SCORE, device="cuda")
+    assert [c.shape for c in traced.captures] == [(H,), (3,)]
+    assert "2.0" in repr(traced.output)
