@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,25 +34,26 @@ class EagerMask:
         self.total = 0
         self.vectorised = True
 
-    def differs(self, B: int | None, H: int | None) -> tuple[bool, bool]:
-        """Whether the mask may differ along (batch, head). MaskError where it does along one given as None.
+    def reads(self) -> tuple[bool, bool]:
+        """Whether the mask reads (batch, head).
 
         A vectorised call tells: a result that does not depend on a mapped argument comes back expanded. Where
-        there is none, one plain call at element (0, 0) tells which arguments None were touched.
+        there is none, one plain call at element (0, 0) tells what it touched.
         """
-        reads = self._vectorised_reads()
-        if reads is None:
-            reads = self._touched()
-            known = (reads[0] or B is not None, reads[1] or H is not None)
-        else:
-            known = reads
+        return self._vectorised_reads() or self._touched()
+
+    def differs(self, B: int | None, H: int | None) -> tuple[bool, bool]:
+        """Whether the mask may differ along (batch, head). MaskError where it does along one given as None."""
+        certain = self._vectorised_reads()
+        reads = certain or self._touched()
         for argument, value, read in (("B", B, reads[0]), ("H", H, reads[1])):
             if value is None and read:
                 raise MaskError(
                     f"{argument}=None broadcasts one mask, but mask_mod {self.name} reads `{argument.lower()}`: "
                     f"pass {argument}=the number of {'batch entries' if argument == 'B' else 'query heads'}"
                 )
-        return known
+        # what one plain call did not touch, another may
+        return certain or (B is not None, H is not None)
 
     def _vectorised_reads(self) -> tuple[bool, bool] | None:
         two = torch.zeros(2, dtype=torch.int32, device=self.device)
@@ -68,11 +70,8 @@ class EagerMask:
     def _touched(self) -> tuple[bool, bool]:
         watched = [torch.zeros((), dtype=torch.int32).as_subclass(_Watched) for _ in range(2)]
         plain = torch.zeros((), dtype=torch.int32)
-        try:
-            with torch.no_grad():
-                self.mask_mod(*watched, plain, plain)
-        except Exception:  # as above
-            return False, False
+        with contextlib.suppress(Exception), torch.no_grad():  # as above
+            self.mask_mod(*watched, plain, plain)
         return watched[0].used, watched[1].used
 
     def __call__(self, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexbwd.errors import MaskError, ModDataDependentError, ModShapeError, ModUnsupportedOpError
+from flexbwd.errors import ModDataDependentError, ModShapeError, ModUnsupportedOpError
 from flexbwd.modgraph.ir import Node, topological
 from flexbwd.modgraph.to_torch import TorchProgram
 
@@ -43,13 +43,8 @@ def lead_reads(mask_mod: MaskMod, device: torch.device) -> frozenset[str]:
     try:
         return reads(traced(mask_mod, device)[0]) & {"b", "h"}
     except UNTRACEABLE:
-        found = set()
-        for letter, sizes in (("b", (None, 1)), ("h", (1, None))):
-            try:
-                EagerMask(mask_mod, device).check_reads(*sizes)
-            except MaskError:
-                found.add(letter)
-        return frozenset(found)
+        found = EagerMask(mask_mod, device).reads()
+        return frozenset(letter for letter, read in zip("bh", found, strict=True) if read)
 
 
 def is_traceable(mask_mod: MaskMod, device: torch.device) -> bool:
