@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from flexbwd.plan import Gradients, Needs, Operands
+from flexbwd.problem import empty_like_order
 
 from .masks import keep_only
 from .programs import Factor
-from .tiles import FEW_RUNS, Problem, exp_minus, like_strides, own_tile
+from .tiles import FEW_RUNS, Problem, exp_minus, own_tile
 from .walk import Chunk, Heads, RowStep
 
 
@@ -51,9 +52,9 @@ class _Backward:
         wanted = (*needs.captures, *[False] * (len(op.captures) - len(needs.captures)))
         self.mods = problem.programs.backward(wanted, needs.query or needs.key)
         self.through_score = self.mods.score_factor != 0.0  # a mod that ignores the score: dQ = dK = 0
-        self.dq = like_strides(op.query, op.query.shape[-1], op.query.dtype) if needs.query else None
-        self.dk = like_strides(op.key, op.key.shape[-1], problem.acc).zero_() if needs.key else None
-        self.dv = like_strides(op.value, op.value.shape[-1], problem.acc).zero_() if needs.value else None
+        self.dq = empty_like_order(op.query, op.query.shape) if needs.query else None
+        self.dk = empty_like_order(op.key, op.key.shape, problem.acc).zero_() if needs.key else None
+        self.dv = empty_like_order(op.value, op.value.shape, problem.acc).zero_() if needs.value else None
         self.dcaptures = [
             torch.zeros(c.shape, dtype=problem.acc) if need else None
             for c, need in zip(op.captures, wanted, strict=True)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from flexbwd.plan import Operands
+from flexbwd.problem import empty_like_order
 
 from .masks import hide
-from .tiles import Problem, exp_minus, like_strides
+from .tiles import Problem, exp_minus
 from .walk import Heads, RowStep
 
 
@@ -28,7 +29,7 @@ def forward(op: Operands, want_max: bool = False) -> tuple[Tensor, Tensor, Tenso
         maxima like lse, or None. A row that keeps nothing: 0, -inf, -inf.
     """
     problem = Problem(op)
-    out = like_strides(op.query, problem.value_dim, op.query.dtype)
+    out = empty_like_order(op.query, (*op.query.shape[:3], problem.value_dim))
     lse = torch.empty(op.query.shape[:3], dtype=problem.acc)
     maxima = torch.empty_like(lse) if want_max else None
     views = [problem.by_group(out), problem.by_group(lse.unsqueeze(-1))]

@@ -123,16 +123,5 @@ def own_tile(result: Tensor, fresh: bool, tile: Tensor) -> Tensor:
     return tile.copy_(result)
 
 
-def like_strides(x: Tensor, last: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised dense tensor of `x`'s shape with `last` columns, laid out in the order of `x`'s strides."""
-    shape = (*x.shape[:-1], last)
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda d: -strides[d])
-    if not x.numel() or order == [0, 1, 2, 3]:
-        return torch.empty(shape, dtype=dtype)
-    dense = torch.empty([shape[d] for d in order], dtype=dtype)
-    return dense.permute([order.index(d) for d in range(x.dim())])
-
-
 def _narrow(x: Tensor, dim: int, start: int, end: int) -> Tensor:
     return x if end - start == x.shape[dim] else x.narrow(dim, start, end - start)

@@ -50,7 +50,7 @@ def check_extents(traced: TracedMod, extents: Extents, masked: bool) -> None:
         spec = traced.captures[int(load.attr)]  # type: ignore[call-overload]
         for dim, (index, size) in enumerate(zip(load.args, spec.shape, strict=True)):
             form = forms.get(index)
-            span = form and _attained(form, extents)
+            span = None if form is None else _attained(form, extents)
             if span is None or (masked and {"q_idx", "kv_idx"} <= reads[index]):
                 continue
             lo, hi = span

@@ -130,3 +130,21 @@ def test_a_second_call_costs_little_host_time():
         warmup(q, k, v, score_mod=mod, mask_mod=mask)
         planned.append(time.perf_counter() - start)
     assert sorted(planned)[len(planned) // 4] < 200e-6
+
+
+def test_mask_values_behind_a_kept_block_mask_are_read_anew():
+    import flexbwd
+
+    case = make_case((100, 100), head_dim=8)
+    ids = torch.zeros(100, dtype=torch.int64)
+    shared = ids.numpy()
+
+    def same_document(b, h, i, j):
+        return (i >= j) & (ids[i] == ids[j])
+
+    mask = flexbwd.create_block_mask(same_document, None, None, 100, 100)
+    for cut in (100, 30):
+        shared[cut:] = 1
+        got = flex_attention(case.query, case.key, case.value, block_mask=mask)
+        want, _ = attention_reference(case.query, case.key, case.value, None, same_document)
+        torch.testing.assert_close(got, want)
