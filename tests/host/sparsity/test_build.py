@@ -264,7 +264,8 @@ def test_an_index_base_of_another_length_is_refused():
 
 # -- cost -----------------------------------------------------------------------------------------------------------
 _MEASURE = """
-    import resource, time, torch
+    import time, torch
+    from pathlib import Path
     from flexbwd.modgraph.ir import I64, Builder
     from flexbwd.sparsity.build import build_lists
 
@@ -275,17 +276,23 @@ _MEASURE = """
     mask = build.arith("and", same, build.compare("ge", q, kv))
     documents = torch.sort(torch.randint(0, 100, (131072,))).values
     build_lists(mask, [documents], None, None, 1024, 1024, 128)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+
+    def peak_kib():
+        return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far, that of the imports, is forgotten
+    before, start = peak_kib(), time.perf_counter()
     build_lists(mask, [documents], None, None, 131072, 131072, 128)
-    print(time.perf_counter() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(time.perf_counter() - start, (peak_kib() - before) / 1024)
 """
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak memory from /proc")
 def test_packed_documents_of_131072_tokens_take_under_a_second_and_200_mib():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(_MEASURE)], capture_output=True, text=True, check=True)
     seconds, mib = map(float, done.stdout.split())
     assert seconds < 1
-    assert mib < 200
+    assert 0 < mib < 200
 
 
 def test_lists_have_the_types_of_kernels():
