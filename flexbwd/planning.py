@@ -56,10 +56,10 @@ class Linked:
 
     plan: Plan
     id: int
-    building: (
-        Plan | None
-    )  # when the lists are built from the mods: score_keep joined to mask; None when there is no mask
+    # for lists built from the mods: score_keep joined to mask; None when there is no mask
+    building: Plan | None
     building_id: int
+    reads: tuple[int, ...] = ()  # slots of the captured tensors that `building`'s mask reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +248,8 @@ def _link(traced: Sequence[TracedMod | None], block_size: tuple[int, int], numer
     joined = conditions[0] if len(conditions) == 1 else mods.builder.arith("and", *conditions)
     built = replace(plan, mods=replace(mods, mask=joined, score_keep=None, hash=mods.hash + "/built"))
     built_number = register(built)
-    return Linked(lookup(number), number, lookup(built_number), built_number)
+    reads = {int(n.attr) for n in topological([joined]) if n.op == "load"}  # type: ignore[call-overload]
+    return Linked(lookup(number), number, lookup(built_number), built_number, tuple(sorted(reads)))
 
 
 # -- block lists built from a mask_mod alone --------------------------------------------------------------------------
@@ -265,9 +266,8 @@ class BuiltLists:
     ) -> BlockLists:
         """Lists for `linked.building`; equal contents give the very same lists."""
         assert linked.building is not None
-        reads = mask_captures(linked.building)
         offsets = () if base is None else (base.b_off, base.h_off, base.q_base is None, base.kv_base is None)
-        values = [captures[s].detach() for s in reads]
+        values = [captures[s].detach() for s in linked.reads]
         if base is not None:
             values += [t for t in (base.q_base, base.kv_base) if t is not None]
         if problem.abstract or any(isinstance(v, FakeTensor) for v in values):
@@ -291,12 +291,6 @@ class BuiltLists:
 
 def _same_contents(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
-
-
-def mask_captures(plan: Plan) -> tuple[int, ...]:
-    """Slots of the captured tensors that the plan's mask reads."""
-    assert plan.mods.mask is not None
-    return tuple(sorted({int(n.attr) for n in topological([plan.mods.mask]) if n.op == "load"}))  # type: ignore[call-overload]
 
 
 _built = BuiltLists()

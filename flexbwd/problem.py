@@ -53,7 +53,7 @@ def stat_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """A dense uninitialised tensor of `shape` whose dimensions are nested in memory as those of `like`.
 
-    The last dimension is always innermost. A `like` with an expanded (stride 0) dimension gives a contiguous result.
+    A `like` with an expanded (stride 0) dimension gives a contiguous result.
     """
     dtype = like.dtype if dtype is None else dtype
     order = _memory_order(like)
@@ -67,9 +67,9 @@ def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | No
 
 def _memory_order(like: Tensor) -> list[int]:
     """Dimensions of `like`, outermost first; dimensions of size 1 stay where they stand."""
-    dims = range(like.dim() - 1)
+    dims = range(like.dim())
     sized = [d for d in dims if like.shape[d] != 1]
     if any(like.stride(d) == 0 for d in sized):
-        return list(range(like.dim()))
+        return list(dims)
     by_stride = iter(sorted(sized, key=lambda d: -like.stride()[d]))
-    return [next(by_stride) if d in sized else d for d in dims] + [like.dim() - 1]
+    return [next(by_stride) if d in sized else d for d in dims]
