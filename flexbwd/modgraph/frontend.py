@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexbwd.errors import ModCaptureError, ModDtypeWarning, ModRandomError
+from flexbwd.errors import ModDtypeWarning, ModRandomError
 
 from .fingerprint import Fingerprint
-from .paths import CapturePath, capture_path
+from .paths import capture_name
 from .trace import Mod, ModKind, TracedMod, trace_once
 
-__all__ = ["CapturePath", "ModKind", "TracedMod", "capture_paths", "clear_cache", "trace", "warn_narrowing"]
+__all__ = ["ModKind", "TracedMod", "clear_cache", "trace", "warn_narrowing"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def trace(mod: Mod, kind: ModKind, *, device: torch.device | str) -> tuple[Trace
 
 def _traced(mod: Mod, kind: ModKind, device: torch.device, found: Fingerprint) -> tuple[TracedMod, tuple[Tensor, ...]]:
     """Trace; a graph never seen before is traced twice, so that hidden randomness shows."""
-    names = {id(t): capture_path(p).name for t, p in zip(found.tensors, found.paths, strict=True)}
+    names = {id(t): capture_name(p) for t, p in zip(found.tensors, found.paths, strict=True)}
     traced, tensors = trace_once(mod, kind, device, names)
     signature = (traced.name, traced.where, traced.signature)
     with _lock:
@@ -112,25 +112,6 @@ def _with_index(device: torch.device | str) -> torch.device:
 def _default_device() -> torch.device | None:
     """Where factory functions of a mod put their tensors; a mode only where somebody set one."""
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
-
-
-def capture_paths(mod: Mod, traced: TracedMod) -> tuple[CapturePath, ...]:
-    """How to reach each captured tensor of `trace(mod, ...)` from `mod`, in the same order.
-
-    Raises:
-        ModCaptureError: a tensor is made or fetched by code of the mod, so that no path leads to it.
-    """
-    _, tensors = trace(mod, traced.kind, device=traced.device or "cpu")
-    found = Fingerprint(mod)
-    path_of = {id(t): path for t, path in zip(found.tensors, found.paths, strict=True)}
-    if all(id(t) in path_of for t in tensors):
-        return tuple(capture_path(path_of[id(t)]) for t in tensors)
-    raise ModCaptureError(
-        "a captured tensor is not reachable by closure, global or attribute, so torch.compile cannot read it",
-        mod=traced.name,
-        where=traced.where,
-        remedy="capture it in a closure variable or as an attribute of the module",
-    )
 
 
 def clear_cache() -> None:

@@ -21,7 +21,7 @@ from flexbwd import errors
 from flexbwd.modgraph import frontend
 from flexbwd.modgraph import trace as tracing
 from flexbwd.modgraph.fingerprint import Fingerprint
-from flexbwd.modgraph.frontend import ModKind, capture_paths, trace
+from flexbwd.modgraph.frontend import ModKind, trace
 from flexbwd.modgraph.to_torch import evaluate
 
 H, S = 4, 16
@@ -202,15 +202,6 @@ def test_every_form_of_callable_is_traced_once(name, traces):
     assert value(mod) == pytest.approx(eager(plain))
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_paths_lead_to_the_captured_tensors(name):
-    mod = FORMS[name]
-    traced, tensors = trace(mod, ModKind.SCORE, device="cpu")
-    paths = capture_paths(mod, traced)
-    assert len(paths) == len(tensors)
-    assert all(p.read(mod) is t for p, t in zip(paths, tensors, strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "names"),
     [
@@ -245,7 +236,6 @@ def test_torchs_mask_combinations_are_found_again(traces):
     assert trace(and_masks(causal, or_masks(window, document)), ModKind.MASK, device="cpu")[0] is traced
     assert len(traces) == 2
     assert tensors[0] is docs
-    assert capture_paths(mask, traced)[0].read(mask) is docs
 
 
 # -- never stale ------------------------------------------------------------------------------------------------------
@@ -407,8 +397,6 @@ def test_what_cannot_be_followed_is_traced_anew_and_keeps_its_identity(traces):
     assert tensors[0] is state.table
     state.gain = 3.0
     assert value(mod) == 8
-    with pytest.raises(errors.ModCaptureError, match="reach"):
-        capture_paths(mod, first)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""Under torch.compile a captured tensor is an input of the graph: read by its path, never baked in."""
+"""Under torch.compile a captured tensor is an input of the graph, wherever the mod keeps it; never baked in."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from flexbwd.modgraph.frontend import ModKind, capture_paths, trace
+from flexbwd import flex_attention
+from flexbwd.modgraph.frontend import ModKind, trace
 
 H, S = 4, 16
 GLOBAL = nn.Parameter(torch.linspace(0, 1, H * S).reshape(H, S))
@@ -70,36 +70,30 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_paths_and_prologue_compile_into_graph_inputs(name):
+def test_a_mod_of_any_origin_is_compiled_with_its_tensors_as_inputs(name):
     mod = FORMS[name]
-    traced, tensors = trace(mod, ModKind.SCORE, device="cpu")
-    paths, prologue = capture_paths(mod, traced), traced.prologue
-
-    def total(x):
-        return x + sum(t.sum() for t in prologue.run([p.read(mod) for p in paths]))
-
+    q, k, v = (torch.linspace(-1, 1, H * S * 4).reshape(1, H, S, 4).requires_grad_(True) for _ in range(3))
+    learned = [t for t in trace(mod, ModKind.SCORE, device="cpu")[1] if t.requires_grad]
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
+    def attend(q, k, v):
+        return flex_attention(q, k, v, mod)
+
     torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled = torch.compile(total, fullgraph=True, backend=backend)
-        x = torch.zeros(())
-        first = compiled(x)
-        torch.testing.assert_close(first, total(x))
-        learned = [t for t in tensors if t.requires_grad]
-        with torch.no_grad():
-            for t in learned:
-                t += 0.5
-        second = compiled(x)
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    first = compiled(q, k, v)
+    torch.testing.assert_close(first, attend(q, k, v))
+    with torch.no_grad():
+        for t in learned:
+            t.mul_(1.5)
+    second = compiled(q, k, v)
     assert len(graphs) == 1
-    assert not [n for n in graphs[0].graph.nodes if n.op == "get_attr"]
-    torch.testing.assert_close(second, total(x))
-    assert not torch.allclose(second, first)
-    got = torch.autograd.grad(second, learned)
-    want = torch.autograd.grad(total(x), learned)
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(second, attend(q, k, v))
+    up = torch.linspace(-1, 2, second.numel()).view_as(second)
+    torch.testing.assert_close(
+        torch.autograd.grad(second, (q, *learned), up), torch.autograd.grad(attend(q, k, v), (q, *learned), up)
+    )
