@@ -26,7 +26,7 @@ def kernel_of(node: Node, float_dtype: torch.dtype) -> Kernel:
     if node.op in _DIVISIONS and node.dtype.is_int:
         divisor = node.args[1]
         kernel = _DIVISIONS[node.op]
-        return kernel if divisor.is_const and divisor.value != 0 else _guarded(kernel)
+        return kernel if divisor.is_const and divisor.value not in (0, -1) else _guarded(kernel)
     if node.dtype is BOOL and node.op in _LOGICAL:
         return _LOGICAL[node.op]
     return _KERNELS[node.op]
@@ -102,10 +102,14 @@ def _trunc_div(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _guarded(kernel: Kernel) -> Kernel:
-    """An integer division where a zero divisor, which may stand in a masked lane, gives a value and no error."""
+    """An integer division where no operand, which may stand in a masked lane, ends the process.
+
+    Zero divisors become 1; x over −1 becomes −x over 1, since the least integer over −1 overflows in hardware.
+    """
 
     def guarded(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        return kernel(x, y + (y == 0).to(y.dtype), out=out)
+        minus_one = y == -1
+        return kernel(torch.where(minus_one, x.neg(), x), y + (y == 0).to(y.dtype) + 2 * minus_one.to(y.dtype), out=out)
 
     return guarded
 

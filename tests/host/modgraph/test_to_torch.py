@@ -181,3 +181,17 @@ def test_sum_with_a_product_matches_whichever_side_it_is_on(build):
     ):
         (got,) = evaluate([node], INPUTS, (table,), torch.float64)
         torch.testing.assert_close(got, want, rtol=1e-15, atol=1e-14)
+
+
+@pytest.mark.parametrize("op", ["fdiv", "tdiv", "mod", "fmod"])
+def test_the_least_integer_over_minus_one_wraps(op):
+    build = Builder()
+    x, y = build.input("q_idx"), build.input("kv_idx")
+    least = torch.tensor([-(2**31), -(2**31), 7, -7], dtype=torch.int32)
+    by = torch.tensor([-1, 0, -1, -1], dtype=torch.int32)
+    for root in (build.emit(op, x, y), build.emit(op, x, build.const(-1))):
+        (got,) = evaluate([root], {"q_idx": least, "kv_idx": by}, [], torch.float64)
+        want = [-(2**31), None, -7, 7] if op in ("fdiv", "tdiv") else [0, None, 0, 0]
+        assert [g for g, w in zip(got.tolist(), want, strict=True) if w is not None] == [
+            w for w in want if w is not None
+        ]
