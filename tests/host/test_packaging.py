@@ -16,8 +16,9 @@ ALLOWED = REQUIRED | {"docs", ".gitignore", ".pre-commit-config.yaml"}
 
 # Forget an editable install of the tree under test, so that only the installed copy can answer.
 FORGET_EDITABLE = (
-    "import sys; sys.meta_path[:] = [f for f in sys.meta_path "
-    "if not getattr(f, '__module__', '').startswith('__editable__')]\n"
+    "import sys\n"
+    "sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, '__module__', '').startswith('__editable__')]\n"
+    "for name in [n for n in sys.modules if n.startswith('__editable__')]: del sys.modules[name]\n"
 )
 REPORT = (
     "import flexbwd, flexbwd.mods, flexbwd.sparsity\n"
@@ -99,7 +100,7 @@ def test_wheel_holds_nothing_but_the_package(installed: Path):
 def test_editable_install_imports_the_sources(tree: Path, tmp_path: Path):
     target = tmp_path / "site"
     pip("install", "--no-deps", "--no-build-isolation", "--target", str(target), "--editable", ".", cwd=tree)
-    files = python(f"import site; site.addsitedir({str(target)!r})\n" + REPORT, cwd=tmp_path).split()
+    files = python(f"import site; site.addsitedir({str(target)!r})\n" + REPORT, cwd=tmp_path, path=target).split()
     assert files == [str(tree / part / "__init__.py") for part in ("flexbwd", "mods", "sparsity")]
 
 
