@@ -271,7 +271,7 @@ def assert_matches_reference(
     rough = want if case.query.dtype == torch.float64 else reference_grads(case, score_mod, mask_mod, **reference)
     assert got.keys() == want.keys(), f"got {sorted(got)}, expected {sorted(want)}"
     captures = reference.pop("captures", None) or captured_parameters(score_mod)
-    noise = sum_noise(case.double(), score_mod, mask_mod, captures=captures, **reference) if score_mod else {}
+    noise = sum_noise(case.double(), score_mod, mask_mod, captures=captures, **reference) if captures else {}
     for name in want:
         floor = _FLOOR[case.query.dtype] * noise.get(name, 0.0)
         assert_within_budget(got[name], want[name], rough[name], name, floor)
