@@ -75,6 +75,8 @@ class BlockMask:
         BLOCK_SIZE: int | tuple[int, int] = 128,
         mask_mod: MaskMod | None = None,
         seq_lengths: tuple[int, int] | None = None,
+        *,
+        check: bool = False,
     ) -> BlockMask:
         """A mask from lists of kv blocks, one list for every q block, in any order.
 
@@ -85,12 +87,16 @@ class BlockMask:
             BLOCK_SIZE: multiple of 16, or a pair (q, kv).
             mask_mod: None keeps every listed element. One that cannot be traced is replaced by the bits it keeps.
             seq_lengths: (Sq, Skv); None means whole blocks, as many kv blocks as `kv_indices` is wide.
+            check: also verify that the lists fit mask_mod, as `check()` does.
         Raises:
             MaskError: shapes, dtypes or devices disagree; an index or a count is out of range; a block is listed twice,
                 or as both partial and full.
         """
         partial, full = (kv_num_blocks, kv_indices), (full_kv_num_blocks, full_kv_indices)
-        return cls.of(convert.parts_from_kv_blocks(partial, full, BLOCK_SIZE, seq_lengths, mask_mod))._settled()
+        made = cls.of(convert.parts_from_kv_blocks(partial, full, BLOCK_SIZE, seq_lengths, mask_mod))._settled()
+        if check:
+            made.check()
+        return made
 
     @classmethod
     def from_torch(cls, mask: TorchBlockMask) -> BlockMask:

@@ -166,3 +166,14 @@ def test_a_tensor_has_no_index_base():
 def test_the_device_is_that_of_captured_tensors():
     table = torch.arange(64)
     assert create_block_mask(lambda b, h, q, k: table[q] >= k, None, None, 64, 64).device == table.device
+
+
+def test_lists_can_be_checked_as_they_are_given():
+    def causal(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    good = (torch.tensor([1, 1]), torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 1]), torch.tensor([[0, 0], [0, 0]]))
+    BlockMask.from_kv_blocks(*good, BLOCK_SIZE=16, mask_mod=causal, check=True)
+    with pytest.raises(MaskError, match="q_block 1, kv_block 0"):
+        BlockMask.from_kv_blocks(*good[:2], BLOCK_SIZE=16, mask_mod=causal, check=True)
+    BlockMask.from_kv_blocks(*good[:2], BLOCK_SIZE=16, mask_mod=causal)
