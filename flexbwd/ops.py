@@ -130,16 +130,29 @@ def _backward_fake(
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _forward(tensors: Sequence[Tensor], static: Static, want_max: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward operator below autograd; its CPU kernel at once where nothing else wants to see the call."""
+    query, key, value, *captures = tensors
+    if type(query) in _PLAIN and query.device.type == "cpu" and not torch._C._len_torch_dispatch_stack():
+        return _forward_cpu(query, key, value, captures, *static, want_max)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.flexbwd.forward.default(query, key, value, captures, *static, want_max)  # type: ignore[no-any-return]
+
+
 class _Attention(torch.autograd.Function):
     """forward and backward operators joined; lists of tensors are spread so that autograd sees each capture."""
 
     @staticmethod
     def forward(ctx: Any, static: Static, want_max: bool, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, *captures = tensors
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, max_scores = torch.ops.flexbwd.forward(query, key, value, captures, *static, want_max)
-        ctx.save_for_backward(*tensors, out, lse, *(t for t in (*static.blocks, *static.base) if t is not None))
-        ctx.static = static
+        out, lse, max_scores = _forward(tensors, static, want_max)
+        optional = (*static.blocks, *static.base)
+        ctx.save_for_backward(*tensors, out, lse, *[t for t in optional if t is not None])
+        ctx.present = [t is not None for t in optional]
+        ctx.blocks = len(static.blocks)
+        ctx.static = static._replace(blocks=[], base=[])
         ctx.plan = lookup(static.plan)  # keeps it registered until the backward has run
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
@@ -149,17 +162,19 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
         needs = list(ctx.needs_input_grad[2:])
         count = len(needs)
-        saved = ctx.saved_tensors  # once: unpacking may recompute
-        tensors, (out, lse), rest = saved[:count], saved[count : count + 2], iter(saved[count + 2 :])
-        blocks, base = ([None if t is None else next(rest) for t in ts] for ts in ctx.static[:2])
-        static = ctx.static._replace(blocks=blocks, base=base)
         if grad_out is None and grad_lse is None:
             return (None,) * (count + 2)
+        saved = ctx.saved_tensors  # once: unpacking may recompute
+        tensors, (out, lse), rest = saved[:count], saved[count : count + 2], iter(saved[count + 2 :])
+        optional = [next(rest) if there else None for there in ctx.present]
+        static = ctx.static._replace(blocks=optional[: ctx.blocks], base=optional[ctx.blocks :])
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         query, key, value, *captures = tensors
         grads = iter(
-            torch.ops.flexbwd.backward(grad_out, grad_lse, query, key, value, out, lse, captures, *static, needs)
+            torch.ops.flexbwd.backward.default(
+                grad_out, grad_lse, query, key, value, out, lse, captures, *static, needs
+            )
         )
         return (None, None, *(next(grads) if need else None for need in needs))
 
