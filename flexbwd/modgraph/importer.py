@@ -59,6 +59,11 @@ def _decompositions() -> Mapping[Any, Callable[..., Any]]:
     return core_aten_decompositions()
 
 
+def _real(a: Any) -> Any:
+    """An integer tensor as WIDE numbers, anything else as it is."""
+    return a.to(WIDE) if isinstance(a, Tensor) and a.dtype in (torch.int32, torch.int64, *NARROW_INTS) else a
+
+
 class Importer(Recorder):
     """A Recorder that also knows the operators."""
 
@@ -137,6 +142,8 @@ class Importer(Recorder):
             kwargs["dtype"] = WIDE
         with plain_torch(), torch.no_grad():
             out = func(*tree_map(literal, args), **tree_map(literal, kwargs))
+            if isinstance(out, Tensor) and out.dtype is torch.float32:  # of integers: tanh(torch.tensor(2))
+                out = func(*tree_map(_real, tree_map(literal, args)), **tree_map(literal, kwargs))
         return [out] if isinstance(out, Tensor) else list(out)
 
     # -- what an index reaches ---------------------------------------------------------------------------------------
@@ -282,8 +289,7 @@ class Importer(Recorder):
             self.narrowed.append(f"the conversion to float64 at {user_line()}")
 
     def _common(self, args: tuple[Any, ...]) -> Any:
-        dtype = torch.result_type(args[0], args[1])
-        kind = ir_dtype(dtype)
+        kind = ir_dtype(self._run_fake(torch.result_type, args[:2], {}))
         big = any(type(a) is int and not -(2**31) <= a < 2**31 for a in args)
         return I64 if kind is I32 and big else kind
 

@@ -205,6 +205,11 @@ def float32():
     return lambda s, b, h, i, j: s * p[h]
 
 
+def as_a_threshold():
+    p, q = param(), param(1)
+    return lambda s, b, h, i, j: torch.where(s > p, s * q[0], torch.where(j * 0.1 <= q[0], s, p))
+
+
 def through_an_int_table():
     p, bucket = param(9), torch.arange(399) // 45
     return lambda s, b, h, i, j: s + p[bucket[i - j + 199]]
@@ -212,9 +217,10 @@ def through_an_int_table():
 
 PARAMETERS = [
     used_twice, used_by_two_indices, zero_dim, zero_dim_added, one_element, head_and_query, head_and_query_scaled,
-    batch_head_key, two_dimensional, expanded, bfloat16, float16_table, float32, through_an_int_table,
+    batch_head_key, two_dimensional, expanded, bfloat16, float16_table, float32, as_a_threshold,
+    through_an_int_table,
 ]  # fmt: skip
-NOT_TORCHS = (zero_dim, zero_dim_added, expanded)  # what torch's operator refuses
+NOT_TORCHS = (zero_dim, zero_dim_added, expanded, as_a_threshold)  # what torch's operator refuses
 
 
 @pytest.mark.parametrize("factory", PARAMETERS, ids=lambda f: f.__name__)
@@ -388,6 +394,7 @@ def test_numbers_in_a_mod_keep_their_precision_in_fp64():
         lambda s, b, h, i, j: s * torch.tensor(0.1).exp() + torch.tensor([0.1, 0.2])[1],
         lambda s, b, h, i, j: s.masked_fill(i < j, 0.1) + j / 3 + 0.7 * i,
         lambda s, b, h, i, j: torch.where(i >= j, s, -1e300),
+        lambda s, b, h, i, j: s * torch.tanh(torch.tensor(2)) + torch.tensor(3) * 0.1 + torch.tensor(1) / 3,
     ]
     for mod in mods:
         check(case, mod, torch_too=False)
