@@ -89,7 +89,7 @@ def flex_attention(
         out, lse, max_scores = _compiled(query, key, value, options)
     else:
         query, key, value, captures, static = _prepare(query, key, value, options)
-        out, lse, max_scores = torch.ops.flexbwd.forward.default(query, key, value, captures, *static, aux.max_scores)
+        out, lse, max_scores = ops.attention(query, key, value, captures, static, aux.max_scores)
     if layout == "bshd":
         out = out.transpose(1, 2)
     if return_aux is not None:

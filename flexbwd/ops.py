@@ -133,10 +133,33 @@ def _backward_fake(
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], static: Static, want_max: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_scores) as the operator `flexbwd::forward` gives them, without its detour where nobody watches.
+
+    Packing and unpacking the operator's lists costs as much as planning; only dispatch modes, function transforms and
+    the profiler can tell the difference.
+    """
+    if _unwatched(query) and not torch._C._are_functorch_transforms_active():
+        return _Attention.apply(static, want_max, query, key, value, *captures)  # type: ignore[no-any-return]
+    return torch.ops.flexbwd.forward.default(query, key, value, captures, *static, want_max)  # type: ignore[no-any-return]
+
+
+def _unwatched(query: Tensor) -> bool:
+    """Would the operator's CPU kernel see exactly this call?"""
+    return (
+        type(query) in _PLAIN
+        and query.device.type == "cpu"
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.autograd._profiler_enabled()
+    )
+
+
 def _forward(tensors: Sequence[Tensor], static: Static, want_max: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward operator below autograd; its CPU kernel at once where nothing else wants to see the call."""
+    """The forward operator below autograd."""
     query, key, value, *captures = tensors
-    if type(query) in _PLAIN and query.device.type == "cpu" and not torch._C._len_torch_dispatch_stack():
+    if _unwatched(query):
         return _forward_cpu(query, key, value, captures, *static, want_max)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.flexbwd.forward.default(query, key, value, captures, *static, want_max)  # type: ignore[no-any-return]
@@ -149,7 +172,9 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, static: Static, want_max: bool, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, max_scores = _forward(tensors, static, want_max)
         optional = (*static.blocks, *static.base)
-        ctx.save_for_backward(*tensors, out, lse, *[t for t in optional if t is not None])
+        held = (*tensors, out, lse, *[t for t in optional if t is not None])
+        # a mask made or a table filled in inference mode: autograd saves normal tensors only
+        ctx.save_for_backward(*[t.clone() if t.is_inference() else t for t in held])
         ctx.present = [t is not None for t in optional]
         ctx.blocks = len(static.blocks)
         ctx.static = static._replace(blocks=[], base=[])
