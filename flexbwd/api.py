@@ -168,7 +168,7 @@ def _checked(
     query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as BHSD views of one dtype, autocast applied, key and value expanded over the batch."""
-    validate.tensors(query=query, key=key, value=value)
+    validate.tensors(query, key, value)
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

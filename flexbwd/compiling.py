@@ -169,7 +169,7 @@ def _run(subgraph: fx.GraphModule, operands: Sequence[Any], static: dict[str, An
         b_off, h_off = static["offsets"]
         base = IndexBase(b_off, h_off, at.get("q_base"), at.get("kv_base"), tuple(static["block_size"]))
     if base is None:
-        check_lengths(tuple(e and e[0] for e in mods), problem)
+        check_lengths(linked, tuple(e and e[0] for e in mods), problem)
     plan, blocks = lists_for(linked, _given_lists(at), captures, problem, base, pin=True)
     fixed = ops.Static.of(blocks, base, plan, problem.scale)
     found = torch.ops.flexbwd.forward(query, key, value, captures, *fixed, True)

@@ -171,13 +171,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, static: Static, want_max: bool, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, max_scores = _forward(tensors, static, want_max)
-        optional = (*static.blocks, *static.base)
-        held = (*tensors, out, lse, *[t for t in optional if t is not None])
-        # a mask made or a table filled in inference mode: autograd saves normal tensors only
-        ctx.save_for_backward(*[t.clone() if t.is_inference() else t for t in held])
-        ctx.present = [t is not None for t in optional]
-        ctx.blocks = len(static.blocks)
-        ctx.static = static._replace(blocks=[], base=[])
+        # a table filled in inference mode: autograd saves normal tensors only
+        ctx.save_for_backward(*[t.clone() if t.is_inference() else t for t in tensors], out, lse)
+        ctx.static = static
         ctx.plan = lookup(static.plan)  # keeps it registered until the backward has run
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
@@ -186,19 +182,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Any, ...]:
         needs = list(ctx.needs_input_grad[2:])
-        count = len(needs)
         if grad_out is None and grad_lse is None:
-            return (None,) * (count + 2)
-        saved = ctx.saved_tensors  # once: unpacking may recompute
-        tensors, (out, lse), rest = saved[:count], saved[count : count + 2], iter(saved[count + 2 :])
-        optional = [next(rest) if there else None for there in ctx.present]
-        static = ctx.static._replace(blocks=optional[: ctx.blocks], base=optional[ctx.blocks :])
+            return (None,) * (len(needs) + 2)
+        query, key, value, *captures, out, lse = ctx.saved_tensors  # once: unpacking may recompute
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        query, key, value, *captures = tensors
         grads = iter(
             torch.ops.flexbwd.backward.default(
-                grad_out, grad_lse, query, key, value, out, lse, captures, *static, needs
+                grad_out, grad_lse, query, key, value, out, lse, captures, *ctx.static, needs
             )
         )
         return (None, None, *(next(grads) if need else None for need in needs))

@@ -7,11 +7,10 @@ block lists by the *contents* of the tensors the mask reads.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +31,7 @@ from flexbwd.sparsity.tensors import IndexBase
 UNTRACEABLE = (ModDataDependentError, ModShapeError, ModUnsupportedOpError)  # a mask that raises these is tabulated
 
 
-@dataclass(frozen=True)
-class Mods:
+class Mods(NamedTuple):
     """The user's callables of one call, checked."""
 
     score_mod: Callable[..., Tensor] | None = None
@@ -42,8 +40,7 @@ class Mods:
     block_mask: sparsity.BlockMask | None = None
 
 
-@dataclass(frozen=True)
-class Numerics:
+class Numerics(NamedTuple):
     """Options that become part of the plan."""
 
     precision: str = "fast"
@@ -60,10 +57,10 @@ class Linked:
     building: Plan | None
     building_id: int
     reads: tuple[int, ...] = ()  # slots of the captured tensors that `building`'s mask reads
+    fitting: set[Extents] = field(default_factory=set)  # lengths that the captured tensors were checked against
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
+class Prepared(NamedTuple):
     """What the operators need beside q, k, v and scale."""
 
     plan_id: int
@@ -138,13 +135,12 @@ def prepare(mods: Mods, problem: Problem, numerics: Numerics, base: IndexBase | 
     except UNTRACEABLE:
         if mods.mask_mod is None or mods.block_mask is not None:
             raise
-        trace_all(replace(mods, mask_mod=None), problem)  # raises if it is a score mod that cannot be traced
-        mods = replace(mods, mask_mod=None, block_mask=tabulated(mods.mask_mod, problem, base))
+        trace_all(mods._replace(mask_mod=None), problem)  # raises if it is a score mod that cannot be traced
+        mods = mods._replace(mask_mod=None, block_mask=tabulated(mods.mask_mod, problem, base))
         traced, captures = trace_all(mods, problem)
+    linked = link(traced, block_size_of(mods.block_mask, base), numerics)
     if base is None:
-        check_lengths(traced, problem)
-    block_size = block_size_of(mods.block_mask, base)
-    linked = link(traced, block_size, numerics)
+        check_lengths(linked, traced, problem)
     mask = mods.block_mask
     given = None if mask is None else BlockLists(mask.q_to_kv, mask.kv_to_q, mask.bits)
     plan, blocks = lists_for(linked, given, captures, problem, base)
@@ -191,22 +187,19 @@ def trace_all(mods: Mods, problem: Problem) -> tuple[tuple[TracedMod | None, ...
     return tuple(traced), tuple(captures)
 
 
-_fitting: weakref.WeakKeyDictionary[TracedMod, set[tuple[Extents, bool]]] = weakref.WeakKeyDictionary()
-
-
-def check_lengths(traced: Sequence[TracedMod | None], problem: Problem) -> None:
-    """Refuse captured tensors too short for these lengths, where those are known; once per trace and lengths."""
+def check_lengths(linked: Linked, traced: Sequence[TracedMod | None], problem: Problem) -> None:
+    """Refuse captured tensors too short for these lengths, where those are known; once per plan and lengths."""
     extents = Extents(problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
-    if not all(type(n) is int for n in extents):
+    if not all(type(n) is int for n in extents) or extents in linked.fitting:
         return
     score, _, mask = traced
-    for mod, masked in ((score, mask is not None), (mask, False)):
-        if mod is None or (extents, masked) in (done := _fitting.setdefault(mod, set())):
-            continue
-        check_extents(mod, extents, masked)
-        if len(done) > 64:
-            done.clear()
-        done.add((extents, masked))
+    if score is not None:
+        check_extents(score, extents, masked=mask is not None)
+    if mask is not None:
+        check_extents(mask, extents, masked=False)
+    if len(linked.fitting) > 64:
+        linked.fitting.clear()
+    linked.fitting.add(extents)
 
 
 def block_size_of(block_mask: sparsity.BlockMask | None, base: IndexBase | None) -> tuple[int, int]:
