@@ -72,7 +72,7 @@ class Plan:
     length: int = 4096
     long: int = 16384
     mask: int = 131072
-    repeats: int = 3
+    repeats: int = 7
     targets: bool = True
     peers: bool = True
 
@@ -125,7 +125,8 @@ def write(folder: Path, device: str, facts: dict[str, Any], rows: list[Row]) -> 
         f"# Benchmarks on {device}, {facts['date']}",
         "",
         ", ".join(str(value) for name, value in facts.items() if name != "date") + ".",
-        "Made by `flexbwd bench`; rivals take turns in one process, medians count.",
+        "Made by `flexbwd bench`. The best of several runs counts; ours and dense take turns in one process, compiled",
+        "code runs in its own.",
         "",
         "| " + " | ".join((*COLUMNS[:-1], "result")) + " |",
         "|" + "---|" * len(COLUMNS),
@@ -154,10 +155,10 @@ def _cases(plan: Plan) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
 
 
 def _training_step(name: str, ratio: float, plan: Plan) -> list[Row]:
-    from flexbwd.cli.workloads import masks, medians, training_step_rivals
+    from flexbwd.cli.workloads import fastest, masks, training_step_rivals
 
     rivals, skipped = training_step_rivals(masks(plan.length)[name], plan.length)
-    found = medians(rivals, plan.repeats)
+    found = fastest(rivals, plan.repeats)
     case = f"{name} S {plan.length}, forward + backward"
     note = f"{skipped:.0f} % of tiles skipped"
     times = 1e3 * found["ours"], 1e3 * found["dense"]
@@ -165,7 +166,7 @@ def _training_step(name: str, ratio: float, plan: Plan) -> list[Row]:
 
 
 def _memory(plan: Plan) -> list[Row]:
-    from flexbwd.cli.memory import measure
+    from flexbwd.cli.apart import measure
 
     cost = measure("attention", plan.long)
     case = f"documents S {plan.long}, forward + backward, peak extra memory"
@@ -174,7 +175,7 @@ def _memory(plan: Plan) -> list[Row]:
 
 
 def _block_mask(plan: Plan) -> list[Row]:
-    from flexbwd.cli.memory import measure
+    from flexbwd.cli.apart import measure
 
     cost = measure("block_mask", plan.mask)
     case = f"create_block_mask, documents S {plan.mask}"
@@ -185,26 +186,28 @@ def _block_mask(plan: Plan) -> list[Row]:
 
 
 def _host_time() -> list[Row]:
+    """Once where the maths is next to nothing, and once where it has emptied the processor's caches."""
     from flexbwd.cli.workloads import host_overhead
 
-    case = "host time of a call seen before, beside the maths"
-    return [Row(case, "µs", 1e6 * host_overhead(200), target=200, note="score mod with a capture, mask_mod")]
+    case = "host time of a call seen before, beside the maths, S {}"
+    note = "score mod with a capture, mask_mod"
+    return [Row(case.format(n), "µs", 1e6 * host_overhead(n, 500), target=200, note=note) for n in (16, 256)]
 
 
 def _peer(plan: Plan) -> list[Row]:
-    from flexbwd.cli.workloads import forward_rivals, masks, medians
+    from flexbwd.cli.apart import MeasurementError, measure
+    from flexbwd.cli.workloads import masks
 
     if not any(shutil.which(c) for c in ("c++", "g++", "clang++", os.environ.get("CXX") or "c++")):
         console(stderr=True).print("no C++ compiler: torch's compiled flex_attention is not measured")
         return []
     rows = []
-    for name, mask in masks(plan.length).items():
+    for name in masks(plan.length):
         try:
-            found = medians(forward_rivals(mask, plan.length), plan.repeats)
-        except Exception as error:  # the peer's own failure must not lose the other rows
-            reason = str(error).strip().splitlines()[0]
-            console(stderr=True).print(f"torch's compiled flex_attention failed on {name}: {reason}", markup=False)
+            costs = [measure(f"{who}-{name}", plan.length, plan.repeats) for who in ("forward", "peer")]
+        except MeasurementError as error:  # the peer's own failure must not lose the other rows
+            console(stderr=True).print(str(error), markup=False)
             continue
-        times = 1e3 * found["ours"], 1e3 * found["peer"]
-        rows.append(Row(f"{name} S {plan.length}, forward", "ms", *times, "torch compiled flex"))
+        times = [1e3 * cost.seconds for cost in costs]
+        rows.append(Row(f"{name} S {plan.length}, forward", "ms", times[0], times[1], "torch compiled flex"))
     return rows

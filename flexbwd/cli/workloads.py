@@ -47,8 +47,8 @@ def masks(length: int) -> dict[str, Callable[..., Tensor]]:
     return {"documents": document_causal(length), "causal": causal}
 
 
-def medians(rivals: Mapping[str, Work], repeats: int) -> dict[str, float]:
-    """Median seconds of each; the rivals take turns, so that a busy machine slows all of them alike."""
+def fastest(rivals: Mapping[str, Work], repeats: int) -> dict[str, float]:
+    """Best seconds of each; the rivals take turns, so that a busy machine slows all of them alike."""
     for work in rivals.values():
         work()
     times: dict[str, list[float]] = {name: [] for name in rivals}
@@ -57,7 +57,7 @@ def medians(rivals: Mapping[str, Work], repeats: int) -> dict[str, float]:
             begin = time.perf_counter()
             work()
             times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+    return {name: min(seconds) for name, seconds in times.items()}
 
 
 def training_step_rivals(mask: Callable[..., Tensor], length: int) -> tuple[dict[str, Work], float]:
@@ -77,34 +77,39 @@ def training_step_rivals(mask: Callable[..., Tensor], length: int) -> tuple[dict
     return rivals, float(block_mask.sparsity())
 
 
-def forward_rivals(mask: Callable[..., Tensor], length: int) -> dict[str, Work]:
-    """The forward alone, ours and torch's compiled flex_attention."""
-    from torch.nn.attention import flex_attention as torch_flex
-
-    query, key, value = (t.detach() for t in operands(length)[:3])
+def forward(mask: Callable[..., Tensor], length: int) -> Work:
+    """Our forward alone."""
     block_mask = create_block_mask(mask, None, None, length, length)
-    theirs = torch_flex.create_block_mask(mask, None, None, length, length, device="cpu")
-    compiled = torch.compile(torch_flex.flex_attention)
-
-    def run(attend: Callable[..., Any], lists: Any) -> Work:
-        def work() -> object:
-            with torch.no_grad():
-                return attend(query, key, value, block_mask=lists)
-
-        return work
-
-    return {"ours": run(flex_attention, block_mask), "peer": run(compiled, theirs)}
+    return _forward(flex_attention, block_mask, length)
 
 
-def host_overhead(calls: int) -> float:
+def peer_forward(mask: Callable[..., Tensor], length: int) -> Work:
+    """The forward alone of torch's compiled flex_attention."""
+    from torch.nn.attention import flex_attention as peer
+
+    block_mask = peer.create_block_mask(mask, None, None, length, length, device="cpu")
+    return _forward(torch.compile(peer.flex_attention), block_mask, length)
+
+
+def _forward(attend: Callable[..., Any], block_mask: Any, length: int) -> Work:
+    query, key, value = (t.detach() for t in operands(length)[:3])
+
+    def work() -> object:
+        with torch.no_grad():
+            return attend(query, key, value, block_mask=block_mask)
+
+    return work
+
+
+def host_overhead(length: int, calls: int) -> float:
     """Median seconds that a call spends outside the backend's maths, once mods and shapes have been seen.
 
     CPU time of the calling thread, so that other processes do not count. The call has everything that must be
     recognised again: a score mod with a captured parameter, and a mask_mod without a block mask.
     """
-    query, key, value, _ = operands(256)
+    query, key, value, _ = operands(length)
     slopes = torch.rand(HEADS).requires_grad_()
-    mask = document_causal(256)
+    mask = document_causal(length)
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + slopes[h] * (kv_idx - q_idx)

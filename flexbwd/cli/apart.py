@@ -1,6 +1,7 @@
-"""Peak memory and time of one piece of work, measured in a process of its own.
+"""Time and peak memory of one piece of work, measured in a process of its own.
 
-`python -m flexbwd.cli.memory WORK LENGTH` prints one JSON object: seconds, and MiB beyond what was in use before.
+Memory needs that, and so do rivals that bring another OpenMP runtime: compiled code and torch's own operators disturb
+each other's threads. `python -m flexbwd.cli.apart WORK LENGTH REPEATS` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from flexbwd.errors import FlexError
 class Cost(NamedTuple):
     """What a piece of work took."""
 
-    seconds: float
-    extra_mib: float
+    seconds: float  # best of the repeats
+    extra_mib: float  # of the first, beyond what was in use before
 
 
 class MeasurementError(FlexError):
     """The measuring process failed; the message is its last line."""
 
 
-def measure(work: str, length: int) -> Cost:
-    """Run WORK in a fresh process: "attention" (forward and backward of packed documents) or "block_mask"."""
-    command = [sys.executable, "-m", "flexbwd.cli.memory", work, str(length)]
+def measure(work: str, length: int, repeats: int = 1) -> Cost:
+    """Run one of WORKS in a fresh process."""
+    command = [sys.executable, "-m", "flexbwd.cli.apart", work, str(length), str(repeats)]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
@@ -46,7 +47,7 @@ def _status(field: str) -> float:
     return int(match.group(1)) / 1024
 
 
-def _cost_of(work: Callable[[], object]) -> Cost:
+def _cost_of(work: Callable[[], object], repeats: int) -> Cost:
     """Time of `work`, and how far the resident memory rose above its start (Linux; elsewhere the process's peak)."""
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
@@ -54,12 +55,17 @@ def _cost_of(work: Callable[[], object]) -> Cost:
         before = _status("VmRSS")
     else:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    begin = time.perf_counter()
-    kept = work()
-    seconds = time.perf_counter() - begin
+    seconds, kept = _timed(work)
     peak = _status("VmHWM") if reset.exists() else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     del kept
-    return Cost(seconds, max(peak - before, 0.0))
+    times = [seconds, *(_timed(work)[0] for _ in range(repeats - 1))]
+    return Cost(min(times), max(peak - before, 0.0))
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, object]:
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
 
 
 def _attention(length: int) -> Callable[[], object]:
@@ -94,7 +100,27 @@ def _block_mask(length: int) -> Callable[[], object]:
     return lambda: create_block_mask(mask, None, None, length, length)
 
 
-WORKS = {"attention": _attention, "block_mask": _block_mask}
+def _forward(mask: str, *, peer: bool) -> Callable[[int], Callable[[], object]]:
+    """The forward alone: ours, or torch's compiled flex_attention, after a first call that compiles."""
+
+    def prepare(length: int) -> Callable[[], object]:
+        from flexbwd.cli.workloads import forward, masks, peer_forward
+
+        work = (peer_forward if peer else forward)(masks(length)[mask], length)
+        work()
+        return work
+
+    return prepare
+
+
+WORKS = {
+    "attention": _attention,
+    "block_mask": _block_mask,
+    "forward-documents": _forward("documents", peer=False),
+    "forward-causal": _forward("causal", peer=False),
+    "peer-documents": _forward("documents", peer=True),
+    "peer-causal": _forward("causal", peer=True),
+}
 
 if __name__ == "__main__":
-    print(json.dumps(_cost_of(WORKS[sys.argv[1]](int(sys.argv[2])))._asdict()))
+    print(json.dumps(_cost_of(WORKS[sys.argv[1]](int(sys.argv[2])), int(sys.argv[3]))._asdict()))
