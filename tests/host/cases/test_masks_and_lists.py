@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexbwd import BlockMask, create_block_mask, flex_attention
+from flexbwd.errors import ModBoundsError
 from flexbwd.testing import make_case
 from tests.host.cases.oracle import causal, check, param, window
 
@@ -178,25 +179,28 @@ def test_captured_tensors_end_where_the_lengths_end(lengths, size):
 
 
 @pytest.mark.parametrize("size", [16, 64], ids=str)
-def test_an_index_guarded_by_the_mask_is_never_out_of_range(size):
-    """The last key's successor does not exist: its lane is masked, and nothing is read for it."""
+@pytest.mark.parametrize("width", [1, 20, 70])
+def test_an_index_guarded_by_the_mask_is_never_out_of_range(size, width):
+    """A table of the window's width: every lane outside the window would read beside it, and is masked."""
     n = 70
-    ids, weight = fenced(torch.arange(n) // 9, 7), param(n)
-    case = make_case((n, n), head_dim=16)
+    case, far = make_case((n, n), heads=2, head_dim=16), param(width + 256)
+    far.data[:128] = far.data[128 + width :] = torch.nan  # beside the table, in its own memory
+    table = far[128 : 128 + width].detach().requires_grad_(True)
 
     def mask_mod(b, h, i, j):
-        return (j + 1 < n) & (ids[j + 1] <= ids[i])
+        return (i >= j) & (i - j < width)
 
-    keep = torch.zeros(n, n, dtype=torch.bool)
-    keep[:, :-1] = ids[None, 1:] <= ids[:, None]
-    mask = create_block_mask(mask_mod, None, None, n, n, BLOCK_SIZE=size)
-    assert torch.equal(mask.element_mask()[0, 0], keep)
-    q, k, v = case.leaves()
-    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + weight[j + 1], mask)
-    got = torch.autograd.grad(out, (q, k, v, weight), case.grad_out)
-    longer = torch.cat([weight, weight.new_zeros(1)])
-    from flexbwd.reference import attention_reference
+    def score_mod(s, b, h, i, j):
+        return s + table[i - j]
 
-    want_out, _ = attention_reference(q, k, v, lambda s, b, h, i, j: s + longer[j + 1], keep)
-    want = torch.autograd.grad(want_out, (q, k, v, weight), case.grad_out)
-    torch.testing.assert_close((out, *got), (want_out, *want), rtol=1e-10, atol=1e-12)
+    check(case, score_mod, mask_mod, torch_too=False)  # torch reads masked lanes too, and raises
+    blocks = create_block_mask(mask_mod, None, None, n, n, BLOCK_SIZE=size)
+    check(case, score_mod, block_mask=blocks, torch_too=False)
+
+
+def test_an_index_of_one_coordinate_that_runs_out_is_refused_and_its_clamped_form_is_right():
+    n, weight = 70, param(70)
+    case = make_case((n, n), heads=2, head_dim=16)
+    with pytest.raises(ModBoundsError, match=r"weight has 70 entries .* clamp"):
+        check(case, lambda s, b, h, i, j: s + weight[j + 1], lambda b, h, i, j: j + 1 < n)
+    check(case, lambda s, b, h, i, j: s + weight[(j + 1).clamp(max=n - 1)], lambda b, h, i, j: j + 1 < n)
