@@ -22,9 +22,10 @@ PIP := $(BIN)/python -m pip install --quiet --no-input
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not nightly" --timeout 300 $(ARGS)
 
-lint: .venv/.dev types
+lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory types
 
 types: .venv/.dev
 	@rm -rf build/types && mkdir -p build/types/flexbwd
