@@ -266,15 +266,24 @@ def assert_matches_reference(
     mask_mod: Callable[..., Any] | None = None,
     **reference: Any,
 ) -> None:
-    """Every entry of `got` (as `attention_grads` returns it) is within the budget of its dtype; one call for a test."""
+    """Every entry of `got` (as `attention_grads` returns it) is within the budget of its dtype; one call for a test.
+
+    A captured tensor's gradient may be a sum whose terms cancel: if it is over, the rounding of its terms is counted.
+    """
     want = reference_grads(case.double(), score_mod, mask_mod, **reference)
     rough = want if case.query.dtype == torch.float64 else reference_grads(case, score_mod, mask_mod, **reference)
     assert got.keys() == want.keys(), f"got {sorted(got)}, expected {sorted(want)}"
     captures = reference.pop("captures", None) or captured_parameters(score_mod)
-    noise = sum_noise(case.double(), score_mod, mask_mod, captures=captures, **reference) if captures else {}
+    noise: dict[str, float] = {}
     for name in want:
-        floor = _FLOOR[case.query.dtype] * noise.get(name, 0.0)
-        assert_within_budget(got[name], want[name], rough[name], name, floor)
+        try:
+            assert_within_budget(got[name], want[name], rough[name], name)
+        except AssertionError:
+            if name not in captures or score_mod is None:
+                raise
+            noise = noise or sum_noise(case.double(), score_mod, mask_mod, captures=captures, **reference)
+            floor = _FLOOR[case.query.dtype] * noise.get(name, 0.0)
+            assert_within_budget(got[name], want[name], rough[name], name, floor)
 
 
 def _rms(values: Tensor) -> float:

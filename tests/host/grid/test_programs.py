@@ -31,7 +31,7 @@ def compare(program, lengths, heads, form, seed):
 
 
 @given(programs, LENGTHS, st.sampled_from([(4, 4), (4, 2), (4, 1)]), FORMS, st.integers(0, 9))
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_random_programs_match_the_reference(program, lengths, heads, form, seed):
     compare(program, lengths, heads, form, seed)
 
