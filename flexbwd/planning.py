@@ -260,7 +260,7 @@ class BuiltLists:
         """Lists for `linked.building`; equal contents give the very same lists."""
         assert linked.building is not None
         offsets = () if base is None else (base.b_off, base.h_off, base.q_base is None, base.kv_base is None)
-        values = [captures[s].detach() for s in linked.reads]
+        values = [captures[s] for s in linked.reads]
         if base is not None:
             values += [t for t in (base.q_base, base.kv_base) if t is not None]
         if problem.abstract or any(isinstance(v, FakeTensor) for v in values):
@@ -274,7 +274,7 @@ class BuiltLists:
                     return lists
         lists = build(linked.building, captures, problem, base)
         with self._lock:
-            self._table.setdefault(key, []).insert(0, (tuple(v.clone() for v in values), lists))
+            self._table.setdefault(key, []).insert(0, (tuple(v.detach().clone() for v in values), lists))
             del self._table[key][4:]
             self._table.move_to_end(key)
             if len(self._table) > self._entries:

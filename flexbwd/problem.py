@@ -34,9 +34,9 @@ class Problem(NamedTuple):
         _, kv_heads, kv_len, value_dim = value.shape
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-        abstract = query.is_meta or isinstance(query, (FakeTensor, FunctionalTensor))
+        abstract = type(query) is not Tensor and isinstance(query, (FakeTensor, FunctionalTensor))
         sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim)
-        return cls(*sizes, query.dtype, query.device, scale, abstract)
+        return cls(*sizes, query.dtype, query.device, scale, abstract or query.is_meta)
 
     @property
     def group(self) -> int:
