@@ -131,6 +131,7 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], ops.Static]:
     """Validate, plan, and gather what the operator takes."""
     o = options
+    validate.no_transforms()
     _check_options(o)
     query, key, value = _checked(query, key, value, o.layout, o.enable_gqa)
     validate.backend(o.backend, query.device)
@@ -162,6 +163,7 @@ def _check_options(o: Options) -> None:
     validate.choice("precision", o.precision, validate.PRECISIONS)
     validate.scale(o.scale)
     validate.mods(o.score_mod, o.score_mod_bwd, None if isinstance(o.mask_mod, Tensor) else o.mask_mod)
+    validate.index_base_type(o.index_base)
 
 
 def _checked(
@@ -170,9 +172,10 @@ def _checked(
     """q, k, v as BHSD views of one dtype, autocast applied, key and value expanded over the batch."""
     validate.tensors(query, key, value)
     device = query.device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch knows no autocast of meta tensors
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
+    validate.one_dtype(query=query, key=key, value=value)
     if layout == "bshd":
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if key.shape[0] == 1 and query.shape[0] > 1:

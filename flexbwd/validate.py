@@ -27,7 +27,7 @@ PRECISIONS = ("fast", "accurate")
 
 
 def tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """query, key and value are dense 4-D tensors of one supported dtype on one device."""
+    """query, key and value are dense 4-D tensors of supported dtypes on one device."""
     if type(query) is type(key) is type(value) is Tensor:
         same = query.dtype is key.dtype is value.dtype and query.device == key.device == value.device
         strided = query.layout is key.layout is value.layout is torch.strided and not query.is_nested
@@ -48,10 +48,25 @@ def tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise DtypeError(
                 f"{name} has dtype {t.dtype}; allowed are {', '.join(map(str, DTYPES))}: cast it with {name}.to(...)"
             )
-        if t.dtype != first.dtype:
-            raise DtypeError(f"{name} is {t.dtype} but {first_name} is {first.dtype}; one dtype is needed: cast one")
         if t.device != first.device:
             raise DeviceError(f"{name} is on {t.device} but {first_name} on {first.device}; move one with .to(device)")
+
+
+def one_dtype(**named: Tensor) -> None:
+    """query, key and value, autocast applied, are of one dtype."""
+    (first_name, first), *others = named.items()
+    for name, t in others:
+        if t.dtype != first.dtype:
+            raise DtypeError(f"{name} is {t.dtype} but {first_name} is {first.dtype}; one dtype is needed: cast one")
+
+
+def no_transforms() -> None:
+    """The call is not inside torch.func.grad, vmap, jvp and the like, which cannot see through it."""
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "flex_attention is called inside a torch.func transform (grad, vmap, jacrev, jvp); there is no rule for "
+            "those: use torch.autograd.grad or .backward(), and fold a vmapped dimension into the batch"
+        )
 
 
 def shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -147,12 +162,16 @@ def aux_request(return_lse: bool, return_aux: AuxRequest | None) -> AuxRequest:
     return return_aux
 
 
+def index_base_type(base: Any) -> None:
+    """`index_base` is an IndexBase or None."""
+    if base is not None and not isinstance(base, IndexBase):
+        raise OptionError(f"index_base is {_type_name(base)}; pass flexbwd.sparsity.IndexBase(...) or None")
+
+
 def index_base(base: IndexBase | None, q_len: int, kv_len: int, block_size: tuple[int, int]) -> None:
     """One int32 base per q block and per kv block, on the granule of the block mask."""
     if base is None:
         return
-    if not isinstance(base, IndexBase):
-        raise OptionError(f"index_base is {_type_name(base)}; pass flexbwd.sparsity.IndexBase(...)")
     for name in ("b_off", "h_off"):
         off = getattr(base, name)
         if not isinstance(off, int) or isinstance(off, bool):

@@ -16,6 +16,8 @@ from .programs import Factor
 from .tiles import FEW_RUNS, Problem, exp_minus, own_tile
 from .walk import Chunk, Heads, RowStep
 
+_LSE_ERROR = 1e-4  # relative error of p from rounding lse, above which p is normalised anew: |lse| > 800 in fp32
+
 
 @torch.no_grad()
 def backward(
@@ -85,12 +87,13 @@ class _Backward:
         problem = self.problem
         query = problem.rows(problem.query, heads, step).to(problem.acc) * problem.scale
         grad_out, lse, delta = self._row_terms(heads, step)
+        total = self._row_totals(query, lse, heads, step)
         dq: Tensor | None = None
         for chunk in step.chunks:
             key = problem.columns(problem.key, heads, chunk)
-            scratch = problem.scratch.get("score", *query.shape[:2], chunk.columns)
-            score = torch.bmm(query, key.mT, out=scratch)
-            weight, values = self._weights(score, lse, heads, step, chunk)
+            weight, values = self._weights(query, key, lse, heads, step, chunk)
+            if total is not None:
+                weight.div_(total)
             if self.dv is not None:
                 self._add(self.dv, torch.bmm(weight.mT, grad_out), heads, chunk)
             if not (self.through_score or self.mods.sites):
@@ -121,11 +124,27 @@ class _Backward:
             grad_out, delta = grad_out.masked_fill(dead, 0.0), delta.masked_fill(dead, 0.0)
         return grad_out, lse, delta
 
+    def _row_totals(self, query: Tensor, lse: Tensor, heads: Heads, step: RowStep) -> Tensor | None:
+        """Σ exp(s' − lse) of each row, 1 but for the rounding of lse; None where that is small.
+
+        A row of masking constants only, -1e9 or finfo.min, has an lse that cannot hold ln(number of keys) beside them.
+        """
+        problem = self.problem
+        if float(lse.masked_fill(lse == math.inf, 0.0).abs().amax()) * torch.finfo(problem.acc).eps <= _LSE_ERROR:
+            return None
+        total = torch.zeros_like(lse)
+        for chunk in step.chunks:
+            key = problem.columns(problem.key, heads, chunk)
+            total += self._weights(query, key, lse, heads, step, chunk)[0].sum(-1, keepdim=True)
+        return total.masked_fill_(total == 0, 1.0)
+
     def _weights(
-        self, score: Tensor, lse: Tensor, heads: Heads, step: RowStep, chunk: Chunk
+        self, query: Tensor, key: Tensor, lse: Tensor, heads: Heads, step: RowStep, chunk: Chunk
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """p = exp(s' − lse), 0 where masked, and the values of the mods' program."""
         problem = self.problem
+        scratch = problem.scratch.get("score", *query.shape[:2], chunk.columns)
+        score = torch.bmm(query, key.mT, out=scratch)
         values: Sequence[Tensor] = ()
         if self.mods.program is not None:
             inputs, origins = problem.coordinates.of(heads, step, chunk)

@@ -116,10 +116,18 @@ def check_arity(mod: Mod, kind: ModKind, name: str) -> None:
         raise ModSignatureError(problem, mod=name, where=defined_at(mod), remedy=remedy) from None
 
 
+def _same(x: Any) -> Any:
+    return x
+
+
 def _run(mod: Mod, kind: ModKind, recorder: Importer) -> Any:
     kinds = {"score": torch.float32, "grad": torch.float32}
     autocast = torch.autocast(recorder.device.type, enabled=False)
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), autocast, quiet_fakes():
+    # hooks of our own hide those outside: activation checkpointing would count what a trace saves, and only the first
+    # call of a mod is traced
+    unhooked = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    normal = torch.inference_mode(False)
+    with _disable_current_modes(), normal, torch.enable_grad(), autocast, unhooked, quiet_fakes():
         arguments = [recorder.input(a, kinds.get(a, torch.int32)) for a in kind.arguments]
         try:
             # the fake mode below: with it, torch makes no tensor on a device this machine may lack

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from flexbwd import flex_attention
+from flexbwd import create_block_mask, flex_attention
 from flexbwd.errors import UnsupportedError
 from flexbwd.testing import make_case
 
@@ -171,3 +171,70 @@ def test_gradients_are_bitwise_repeatable():
         out = flex_attention(q, k, v, softcap, mask_mod=causal, deterministic=True)
         runs.append(torch.autograd.grad(out, (q, k, v), case.grad_out))
     torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_the_first_call_of_a_mod_may_be_inside_a_checkpoint(reentrant):
+    q, k, v = leaves()
+    slopes = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+
+    def block(q, k, v, slopes):  # a mod of this test alone: it must be traced inside the checkpoint
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * slopes[h].exp() + 0.137 * slopes[h] * j).sin()
+
+    def grads(out):
+        out.sum().backward()
+        found = [t.grad for t in (q, k, v, slopes)]
+        for t in (q, k, v, slopes):
+            t.grad = None
+        return found
+
+    got = grads(checkpoint(block, q, k, v, slopes, use_reentrant=reentrant))
+    torch.testing.assert_close(got, grads(block(q, k, v, slopes)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tile", [None, 64], ids=["one-tile", "small-tiles"])
+def test_rows_of_masking_constants_alone_average_the_values_in_both_passes(dtype, tile):
+    q, k, v = leaves((1, 2, 40, 8), dtype)
+    low = torch.finfo(dtype).min
+
+    def mod(s, b, h, i, j):
+        return torch.where((j <= i) & (i > 4), s, low)
+
+    out = flex_attention(q, k, v, mod, kernel_options=None if tile is None else {"cpu_tile_elements": tile})
+    i, j = torch.arange(40)[:, None], torch.arange(40)
+    weights = torch.where((j <= i) & (i > 4), q @ k.mT / 8**0.5, low).softmax(-1)
+    up = torch.randn(out.shape, dtype=dtype, generator=torch.Generator().manual_seed(5))
+    want = torch.autograd.grad(weights @ v, (q, k, v), up)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), up), want)
+
+
+def test_masks_and_tables_made_in_inference_mode_serve_training():
+    q, k, v = leaves()
+    with torch.inference_mode():
+        keep = torch.arange(24) % 5 != 3
+        block_mask = create_block_mask(lambda b, h, i, j: (i >= j) & keep[j], None, None, 24, 24, BLOCK_SIZE=16)
+        flex_attention(q, k, v, softcap, mask_mod=lambda b, h, i, j: keep[j])  # its lists are cached
+    for options in ({"block_mask": block_mask}, {"mask_mod": lambda b, h, i, j: keep[j]}):
+        kept = keep & (torch.ones(24, 24, dtype=torch.bool).tril() if "block_mask" in options else True)
+        weights = (5 * torch.tanh(q @ k.mT / 8**0.5 / 5)).masked_fill(~kept.clone(), -torch.inf).softmax(-1)
+        want = torch.autograd.grad((weights @ v).sin().sum(), (q, k, v))
+        got = torch.autograd.grad(flex_attention(q, k, v, softcap, **options).sin().sum(), (q, k, v))
+        torch.testing.assert_close(got, want)
+
+
+def test_autocast_joins_dtypes_that_differ():
+    q, k, v = leaves(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):  # rotary embeddings in fp32, values of a linear layer
+        out = flex_attention(q, k, v.bfloat16(), mask_mod=causal)
+        want = flex_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask_mod=causal)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+def test_function_transforms_are_refused_by_name():
+    q, k, v = (t.detach() for t in leaves())
+    run = torch.func.grad(lambda q: flex_attention(q, k, v).sum())
+    with pytest.raises(UnsupportedError, match=r"torch\.func transform"):
+        run(q)
+    with pytest.raises(UnsupportedError, match=r"torch\.func transform"):
+        torch.func.vmap(flex_attention)(q[None], k[None], v[None])

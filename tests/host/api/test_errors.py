@@ -36,6 +36,7 @@ CASES = {
     "heads": (lambda a: a | {"query": a["query"].repeat(1, 2, 1, 1)[:, :3]}, errors.ShapeError, "3 heads"),
     "gqa-off": (lambda a: qkv(h=4) | {"enable_gqa": False}, errors.ShapeError, "enable_gqa=False"),
     "gqa-type": (lambda a: a | {"enable_gqa": 1}, errors.OptionError, "enable_gqa"),
+    "index-base-type": (lambda a: a | {"index_base": 3}, errors.OptionError, "index_base is a int"),
     "scale-nan": (lambda a: a | {"scale": float("nan")}, errors.OptionError, "scale=nan"),
     "scale-tensor": (lambda a: a | {"scale": torch.tensor(1.0)}, errors.OptionError, "scale"),
     "layout": (lambda a: a | {"layout": "sbhd"}, errors.OptionError, "layout='sbhd'"),
