@@ -71,8 +71,8 @@ def _transpose(
     batches = int(np.prod(cnt.shape[:-1], dtype=np.int64))
     order = _stable_argsort(column)
     new_cnt = np.empty((batches, n_other), dtype=np.int32)
-    totals = cnt.reshape(batches, -1).sum(1)
-    for batch, part in enumerate(np.split(column, np.cumsum(totals)[:-1])):
+    totals = cnt.reshape(batches, cnt.shape[-1]).sum(1)
+    for batch, part in zip(range(batches), np.split(column, np.cumsum(totals)[:-1]), strict=False):  # none of no batch
         new_cnt[batch] = np.bincount(part, minlength=n_other)
     if batches > 1:
         batch_of = np.repeat(np.arange(batches, dtype=np.int32), totals)

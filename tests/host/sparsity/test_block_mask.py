@@ -478,3 +478,10 @@ def test_attention_over_a_slice_is_that_part_of_the_whole(rows, source):
     whole = flex_attention(q, k, v, block_mask=mask)
     part = flex_attention(q[1:, :, chosen], k[1:], v[1:], block_mask=mask[1, :, rows])
     torch.testing.assert_close(part, whole[1:, :, chosen])
+
+
+def test_no_batch_entry_makes_an_empty_mask():
+    mask = create_block_mask(lambda b, h, q, kv: kv <= q + b, 2, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+    for empty in (mask[2:], mask[[]], create_block_mask(mask.mask_mod, 0, None, 40, 40, device="cpu", BLOCK_SIZE=16)):
+        empty.check()
+        assert empty.shape == (0, 1, 40, 40)
