@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from flexbwd.errors import ModDtypeWarning, ModRandomError
 from .fingerprint import Fingerprint
 from .paths import capture_name
 from .trace import Mod, ModKind, TracedMod, trace_once
+from .witness import Witness
 
 __all__ = ["ModKind", "TracedMod", "clear_cache", "trace", "warn_narrowing"]
 
@@ -47,19 +49,47 @@ def trace(mod: Mod, kind: ModKind, *, device: torch.device | str) -> tuple[Trace
         ModError: the mod cannot be compiled; see `flexbwd.errors` for the classes.
     """
     device = _devices.get(device) or _with_index(device)
+    where = (kind, device, torch.get_default_dtype(), _default_device())
+    vouched = _vouched.get(id(mod))
+    if vouched is not None and vouched.where == where and vouched.mod() is mod and vouched.witness.holds():
+        return vouched.traced, tuple([t() for t in vouched.tensors])  # type: ignore[misc]
     found = Fingerprint(mod)
-    key = (kind, device, torch.get_default_dtype(), _default_device(), *found.parts)
+    key = (*where, *found.parts)
     if not found.opaque:
         with _lock:
             entry = _by_key.get(key)
             if entry is not None:
                 _by_key.move_to_end(key)
         if entry is not None:
-            reached = found.tensors
-            return entry.traced, tuple([reached[i] for i in entry.used])
+            tensors = tuple([found.tensors[i] for i in entry.used])
+            _vouch(mod, where, entry.traced, tensors)
+            return entry.traced, tensors
     traced, tensors = _traced(mod, kind, device, found)
-    _remember(mod, key, found, traced, tensors)
+    if _remember(mod, key, found, traced, tensors):
+        _vouch(mod, where, traced, tensors)
     return traced, tensors
+
+
+class _Vouched(NamedTuple):
+    """A trace found before, for one function object; holds that function and its tensors weakly."""
+
+    mod: weakref.ref[Mod]
+    where: tuple[Any, ...]
+    witness: Witness
+    traced: TracedMod
+    tensors: tuple[weakref.ref[Tensor], ...]
+
+
+_vouched: dict[int, _Vouched] = {}
+
+
+def _vouch(mod: Mod, where: tuple[Any, ...], traced: TracedMod, tensors: tuple[Tensor, ...]) -> None:
+    """Remember how to recognise `mod` without a fingerprint, if that can be."""
+    witness = Witness.of(mod)
+    if witness is not None:
+        number = id(mod)
+        gone = weakref.ref(mod, lambda _: _vouched.pop(number, None))
+        _vouched[number] = _Vouched(gone, where, witness, traced, tuple(map(weakref.ref, tensors)))
 
 
 def _traced(mod: Mod, kind: ModKind, device: torch.device, found: Fingerprint) -> tuple[TracedMod, tuple[Tensor, ...]]:
@@ -88,16 +118,17 @@ def _traced(mod: Mod, kind: ModKind, device: torch.device, found: Fingerprint) -
 
 def _remember(
     mod: Mod, key: tuple[Any, ...], found: Fingerprint, traced: TracedMod, tensors: tuple[Tensor, ...]
-) -> None:
+) -> bool:
     """Cache the trace if the fingerprint accounts for all it used and tracing left it as it was."""
     position = {id(t): i for i, t in enumerate(found.tensors)}
     if found.opaque or any(id(t) not in position for t in tensors) or Fingerprint(mod).parts != found.parts:
-        return
+        return False
     entry = _Entry(traced, tuple(position[id(t)] for t in tensors), tuple(found.held))
     with _lock:
         _by_key[key] = entry
         if len(_by_key) > _LIMIT:
             _by_key.popitem(last=False)
+    return True
 
 
 def _with_index(device: torch.device | str) -> torch.device:
@@ -119,6 +150,7 @@ def clear_cache() -> None:
     with _lock:
         _by_key.clear()
         _by_signature.clear()
+    _vouched.clear()
 
 
 def warn_narrowing(traced: TracedMod, float_dtype: torch.dtype) -> None:
