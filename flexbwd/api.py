@@ -152,6 +152,7 @@ def _compiled(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tu
     validate.backend(options.backend, query.device)
     validate.kernel_options(options.kernel_options)
     masks = compiling.mask_parts(options.mask_mod, options.block_mask)
+    compiling.check_fit(options.block_mask, query, key)
     options = options._replace(index_base=agreed_base(options.block_mask, options.index_base))
     validate.index_base(options.index_base, query.shape[2], key.shape[2], masks[2])
     return compiling.call(query, key, value, options, masks)

@@ -27,6 +27,7 @@ from flexbwd.errors import MaskError
 from flexbwd.modgraph.frontend import ModKind, TracedMod, trace, warn_narrowing
 from flexbwd.planning import Numerics, check_lengths, link, lists_for
 from flexbwd.problem import Problem, stat_dtype
+from flexbwd.sparsity import validate_for
 from flexbwd.sparsity.tensors import BlockBits, BlockLists, BlockSparseTensors, IndexBase
 
 _lib = torch.library.Library("flexbwd", "FRAGMENT")
@@ -108,6 +109,22 @@ def mask_parts(mask_mod: Any, block_mask: Any) -> tuple[Any, dict[str, Tensor], 
         named |= {f"bits.{n}": getattr(bits, n) for n in BlockBits._fields}
         return None, named, size
     return (own if mask_mod is None else mask_mod), named, size
+
+
+def check_fit(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """The block mask was made for these lengths, batch entries and heads; else its lists name blocks outside them."""
+    if block_mask is None:
+        return
+    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
+    if not isinstance(block_mask, TorchBlockMask):
+        validate_for(block_mask, batch, heads, q_len, kv_len)
+        return
+    lead = block_mask.kv_num_blocks.shape[:2]
+    if block_mask.seq_lengths != (q_len, kv_len) or lead[0] not in (1, batch) or lead[1] not in (1, heads):
+        raise MaskError(
+            f"block_mask was made for B, H = {tuple(lead)} and lengths {block_mask.seq_lengths}, but the call has "
+            f"{(batch, heads)} and {(q_len, kv_len)}; create one for them with create_block_mask"
+        )
 
 
 class FlexbwdCall(BaseHOP):

@@ -95,6 +95,20 @@ def test_a_block_mask_that_does_not_fit_is_refused_with_a_remedy(kind, torchs):
     one_line(caught.value, *words)
 
 
+@pytest.mark.parametrize("kind", ["made for 1024, used at 4096", "made for 4096, used at 1024", "H=2 with 4 heads"])
+@pytest.mark.parametrize("torchs", [False, True], ids=["ours", "torch's"])
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["breaks allowed", "fullgraph"])
+def test_a_block_mask_that_does_not_fit_is_refused_when_compiled(kind, torchs, fullgraph):
+    """Its lists would name blocks outside the tensors. Under fullgraph Dynamo wraps the error and names it."""
+    make, use, _ = MISFITS[kind]
+    mask = make().to_torch() if torchs else make()
+    torch._dynamo.reset()
+    case = make_case(use.get("lengths", (40, 40)), use.get("heads", 2), 16, torch.float32)
+    run = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), fullgraph=fullgraph, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported if fullgraph else errors.MaskError, match=r"MaskError|made for"):
+        run(case.query, case.key, case.value)
+
+
 @pytest.mark.parametrize(("mask_mod", "letter"), [(reads_batch, "b"), (reads_head, "h")])
 @pytest.mark.parametrize("joined", [False, True], ids=["alone", "joined"])
 def test_a_mask_that_reads_b_or_h_needs_the_size(mask_mod, letter, joined):
