@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexbwd import cpu
-from flexbwd.errors import UnsupportedError
+from flexbwd.errors import MaskError, UnsupportedError
 from flexbwd.plan import BlockLists, Needs, Operands, lookup
 from flexbwd.problem import empty_like_order, stat_dtype
 from flexbwd.sparsity.tensors import BlockBits, BlockSparseTensors, IndexBase
@@ -75,7 +75,11 @@ def _forward_cpu(
     query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], *static_and_max: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *static, want_max = static_and_max
-    out, lse, max_scores = cpu.forward(_operands(query, key, value, captures, Static(*static)), want_max)
+    return _run_forward(_operands(query, key, value, captures, Static(*static)), want_max)
+
+
+def _run_forward(op: Operands, want_max: bool) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, max_scores = cpu.forward(op, want_max)
     return out, lse, lse.new_empty(0) if max_scores is None else max_scores
 
 
@@ -160,9 +164,14 @@ def _forward(tensors: Sequence[Tensor], static: Static, want_max: bool) -> tuple
     """The forward operator below autograd."""
     query, key, value, *captures = tensors
     if _unwatched(query):
-        return _forward_cpu(query, key, value, captures, *static, want_max)
+        return _run_forward(_operands(query, key, value, captures, static), want_max)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.flexbwd.forward.default(query, key, value, captures, *static, want_max)  # type: ignore[no-any-return]
+
+
+def _versions(static: Static) -> list[int]:
+    """How often each list was written to."""
+    return [t._version for t in (*static.blocks, *static.base) if t is not None and not t.is_inference()]
 
 
 class _Attention(torch.autograd.Function):
@@ -173,7 +182,7 @@ class _Attention(torch.autograd.Function):
         out, lse, max_scores = _forward(tensors, static, want_max)
         # a table filled in inference mode: autograd saves normal tensors only
         ctx.save_for_backward(*[t.clone() if t.is_inference() else t for t in tensors], out, lse)
-        ctx.static = static
+        ctx.static, ctx.versions = static, _versions(static)
         ctx.plan = lookup(static.plan)  # keeps it registered until the backward has run
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
@@ -185,6 +194,11 @@ class _Attention(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * (len(needs) + 2)
         query, key, value, *captures, out, lse = ctx.saved_tensors  # once: unpacking may recompute
+        if ctx.versions != _versions(ctx.static):
+            raise MaskError(
+                "block_mask's lists or index_base were written to between forward and backward, which need the same "
+                "blocks; write to a copy"
+            )
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         grads = iter(

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -27,8 +28,7 @@ class Plan:
     tile_elements: int | None = None  # score elements the CPU backend holds at a time; None: its own choice
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
+class Operands(NamedTuple):
     """One attention problem as a backend sees it."""
 
     query: Tensor  # [B, Hq, Sq, D], any strides

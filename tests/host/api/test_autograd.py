@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flexbwd import create_block_mask, flex_attention
-from flexbwd.errors import UnsupportedError
+from flexbwd.errors import MaskError, UnsupportedError
 from flexbwd.testing import make_case
 
 
@@ -238,3 +238,14 @@ def test_function_transforms_are_refused_by_name():
         run(q)
     with pytest.raises(UnsupportedError, match=r"torch\.func transform"):
         torch.func.vmap(flex_attention)(q[None], k[None], v[None])
+
+
+def test_lists_written_to_before_the_backward_are_refused():
+    import flexbwd
+
+    q, k, v = leaves()
+    mask = flexbwd.create_block_mask(causal, None, None, 24, 24)
+    out = flex_attention(q, k, v, block_mask=mask)
+    mask.q_to_kv.mask_block_cnt.zero_()
+    with pytest.raises(MaskError, match="written to between forward and backward"):
+        out.sum().backward()

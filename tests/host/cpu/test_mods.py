@@ -147,7 +147,7 @@ def test_changed_mask_capture_is_seen_by_the_next_call(attention, tools):
     length = torch.tensor([40, 90], dtype=torch.int32)
     case = attention(mask=lambda b, h, q, kv, t: kv < t[b], mask_captures=[length])
     lists, op = tools.lists_of(case.blocks), case.operands()
-    op = type(op)(**{**vars(op), "blocks": lists})
+    op = op._replace(blocks=lists)
     for lengths in ((40, 90), (7, 130)):
         length.copy_(torch.tensor(lengths))
         out, _, _ = cpu.forward(op)
