@@ -6,7 +6,16 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("flexbwd", "flexbwd/modgraph", "sparsity", "flexbwd/cpu", "flexbwd/cli", "mods")
+FOLDERS = (
+    "flexbwd",
+    "flexbwd/modgraph",
+    "sparsity",
+    "flexbwd/cpu",
+    "flexbwd/jit",
+    "flexbwd/sm90",
+    "flexbwd/cli",
+    "mods",
+)
 INTRODUCED_ELSEWHERE = "mods"  # one file for each mod: the zoo page tells of them
 
 

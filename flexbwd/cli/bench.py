@@ -186,12 +186,13 @@ def _block_mask(plan: Plan) -> list[Row]:
 
 
 def _host_time() -> list[Row]:
-    """Once where the maths is next to nothing, and once where it has emptied the processor's caches."""
+    """Once where the maths is next to nothing, and once where it has emptied the processor's caches; best of seven."""
     from flexbwd.cli.workloads import host_overhead
 
     case = "host time of a call seen before, beside the maths, S {}"
     note = "score mod with a capture, mask_mod"
-    return [Row(case.format(n), "µs", 1e6 * host_overhead(n, 500), target=200, note=note) for n in (16, 256)]
+    best = {n: min(host_overhead(n, 100) for _ in range(7)) for n in (16, 256)}
+    return [Row(case.format(n), "µs", 1e6 * seconds, target=200, note=note) for n, seconds in best.items()]
 
 
 def _peer(plan: Plan) -> list[Row]:

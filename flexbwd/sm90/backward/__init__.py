@@ -1,0 +1,1 @@
+"""Backward attention: kernel.py is the table of contents, call.py the host side."""

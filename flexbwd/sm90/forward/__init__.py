@@ -1,0 +1,1 @@
+"""Forward attention: kernel.py is the table of contents, call.py the host side."""
