@@ -1,7 +1,9 @@
 """Checks of a mod's index arithmetic against the lengths it will run with.
 
-A captured tensor too short for the sequence is the commonest slip with packed documents and tables. Backends clamp an
-index that a masked lane may take outside; here the indices that a *kept* element surely takes outside are refused.
+A captured tensor too short for the sequence is the commonest slip with packed documents and tables. Backends clamp
+what a masked lane may read outside; here an index that leaves its tensor is refused. One of a single coordinate is
+refused also where mask_mod hides those rows or columns, as torch's own indexing would; one of both q_idx and kv_idx
+is not.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Extents(NamedTuple):
 
 
 def check_extents(traced: TracedMod, extents: Extents, masked: bool) -> None:
-    """Raise if a kept element surely reads a captured tensor outside it; warn if int32 may overflow.
+    """Raise if an index leaves its captured tensor at these lengths; warn if int32 may overflow.
 
     Args:
         masked: some elements are not kept, so an index of both q_idx and kv_idx may reach its bounds only on those.
