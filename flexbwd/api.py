@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from flexbwd import compiling, ops, validate
-from flexbwd.errors import OptionError
+from flexbwd import backends, compiling, fallback, ops, validate
+from flexbwd.errors import OptionError, UnsupportedError
+from flexbwd.plan import lookup
 from flexbwd.planning import Mods, Numerics, agreed_base, block_size_of, choose_mask, prepare
 from flexbwd.problem import Problem
 from flexbwd.sparsity import BlockMask
@@ -59,8 +60,11 @@ def flex_attention(
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, or a bool tensor broadcastable to `[B, Hq, Sq, Skv]`. Enough by
             itself: the block mask is built and cached. With block_mask, the mask of its partial blocks.
         return_aux: `AuxRequest(lse=..., max_scores=...)`; the second result is then an `AuxOutput`.
-        deterministic: True demands bitwise equal runs. The CPU backend always is.
-        backend: "auto" or "cpu". precision: "fast" or "accurate" forms inside mods; the CPU backend is always accurate.
+        deterministic: True demands bitwise equal runs; None follows torch.use_deterministic_algorithms. The CPU backend
+            always is.
+        backend: "auto" (CPU tensors: the CPU backend; compute capability 9.0: the Hopper kernels; otherwise, and where
+            these cannot do the call, torch's flex_attention with a notice), or "cpu", "sm90", "torch" to insist.
+        precision: "fast" or "accurate" forms inside mods; the CPU backend is always accurate.
         index_base: where this call lies in a larger problem, so that mods see global coordinates.
 
     Returns:
@@ -85,28 +89,32 @@ def flex_attention(
         precision,
         index_base,
     )
-    if torch.compiler.is_dynamo_compiling():
-        out, lse, max_scores = _compiled(query, key, value, options)
-    else:
-        query, key, value, captures, static = _prepare(query, key, value, options)
-        out, lse, max_scores = ops.attention(query, key, value, captures, static, aux.max_scores)
+    run = _compiled if torch.compiler.is_dynamo_compiling() else _eager
+    out, lse, max_scores = run(query, key, value, options, aux)
     if layout == "bshd":
         out = out.transpose(1, 2)
     if return_aux is not None:
         return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
 def warmup(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
     """Prepare everything `flex_attention(query, key, value, **options)` will need, without computing attention.
 
-    Mods are traced and joined into a plan, and block lists are built, so that the first real call pays for the
-    mathematics only. The values of q, k, v do not matter. Raises what `flex_attention` would.
+    Mods are traced and joined into a plan, block lists are built, and kernels are compiled, in parallel, or loaded from
+    disk, so that the first real call pays for the mathematics only. The values of q, k, v do not matter. Raises what
+    `flex_attention` would.
     """
     unknown = sorted(set(options) - set(Options._fields))
     if unknown:
         raise OptionError(f"warmup got unknown options {unknown}; known are {', '.join(Options._fields)}")
-    _prepare(query, key, value, Options(**options))
+    call = _prepare(query, key, value, Options(**options))
+    if call.backend == "sm90":
+        needs = [t.requires_grad for t in (call.query, call.key, call.value, *call.captures)]
+        backends.module("sm90").warm(ops.operands_of(*call.operands), needs)
 
 
 class Options(NamedTuple):
@@ -126,36 +134,80 @@ class Options(NamedTuple):
     index_base: IndexBase | None = None
 
 
-def _prepare(
-    query: Tensor, key: Tensor, value: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], ops.Static]:
-    """Validate, plan, and gather what the operator takes."""
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, max_scores
+
+
+class Call(NamedTuple):
+    """One call, validated and planned: what the operators take, unless torch is to compute it."""
+
+    backend: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    captures: list[Tensor] = []  # noqa: RUF012  (never written to)
+    static: ops.Static | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        return self.query, self.key, self.value, self.captures, self.static
+
+
+def _eager(query: Tensor, key: Tensor, value: Tensor, options: Options, aux: AuxRequest) -> Results:
+    call = _prepare(query, key, value, options)
+    if call.static is None:
+        return fallback.attention(call.query, call.key, call.value, options, aux)
+    return ops.attention(call.query, call.key, call.value, call.captures, call.static, aux.max_scores)
+
+
+def _prepare(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Call:
+    """Validate, choose the backend, plan, and gather what the operator takes."""
     o = options
     validate.no_transforms()
     _check_options(o)
     query, key, value = _checked(query, key, value, o.layout, o.enable_gqa)
-    validate.backend(o.backend, query.device)
+    backend = validate.backend(o.backend, query.device)
+    if backend == "torch":
+        if o.backend == "auto":
+            backends.notice(f"{query.device} is no Hopper GPU (compute capability 9.0)")
+        return Call(backend, query, key, value)
     problem = Problem.of(query, key, value, o.scale)
     mask, chosen = choose_mask(o.mask_mod, o.block_mask, problem)
     base = agreed_base(chosen, o.index_base)
     validate.index_base(base, problem.q_len, problem.kv_len, block_size_of(chosen, base))
-    numerics = Numerics(o.precision, validate.kernel_options(o.kernel_options))
+    elements = validate.kernel_options(o.kernel_options)
+    numerics = Numerics(o.precision, elements, backend, backend != "cpu" and _deterministic(o))
     prepared = prepare(Mods(o.score_mod, o.score_mod_bwd, mask, chosen), problem, numerics, base)
+    if backend == "sm90":
+        reason = backends.module(backend).refusal(problem, lookup(prepared.plan_id), prepared.captures, base)
+        if reason is not None:
+            if o.backend == "sm90":
+                raise UnsupportedError(
+                    f"backend='sm90': {reason}; use backend='auto', which takes torch's for this call"
+                )
+            backends.notice(reason)
+            return Call("torch", query, key, value)
     static = ops.Static.of(prepared.blocks, base, prepared.plan_id, problem.scale)
-    return query, key, value, list(prepared.captures), static
+    return Call(backend, query, key, value, list(prepared.captures), static)
 
 
-def _compiled(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def _deterministic(o: Options) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if o.deterministic is None else o.deterministic
+
+
+def _compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, aux: AuxRequest) -> Results:
     """The same inside a torch.compile region, where Dynamo traces this function."""
     _check_options(options)
     query, key, value = _checked(query, key, value, options.layout, options.enable_gqa)
-    validate.backend(options.backend, query.device)
+    backend = validate.backend(options.backend, query.device)
+    if backend == "torch":
+        return fallback.attention(query, key, value, options, aux)
     validate.kernel_options(options.kernel_options)
     masks = compiling.mask_parts(options.mask_mod, options.block_mask)
     compiling.check_fit(options.block_mask, query, key)
     options = options._replace(index_base=agreed_base(options.block_mask, options.index_base))
     validate.index_base(options.index_base, query.shape[2], key.shape[2], masks[2])
-    return compiling.call(query, key, value, options, masks)
+    deterministic = backend != "cpu" and _deterministic(options)
+    return compiling.call(query, key, value, options, masks, backend, deterministic)
 
 
 def _check_options(o: Options) -> None:

@@ -22,9 +22,10 @@ from torch._higher_order_ops.base_hop import BaseHOP
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flexbwd import ops
+from flexbwd import backends, ops
 from flexbwd.errors import MaskError
 from flexbwd.modgraph.frontend import ModKind, TracedMod, trace, warn_narrowing
+from flexbwd.plan import lookup
 from flexbwd.planning import Numerics, check_lengths, link, lists_for
 from flexbwd.problem import Problem, stat_dtype
 from flexbwd.sparsity import validate_for
@@ -49,7 +50,13 @@ _LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"
 
 # -- traced by Dynamo --------------------------------------------------------------------------------------------------
 def call(
-    query: Tensor, key: Tensor, value: Tensor, options: Any, masks: tuple[Any, dict[str, Tensor], tuple[int, int]]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Any,
+    masks: tuple[Any, dict[str, Tensor], tuple[int, int]],
+    backend: str = "cpu",
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_scores) of checked BHSD operands, as one node of Dynamo's graph."""
     mask_mod, named, block_size = masks
@@ -77,6 +84,8 @@ def call(
         mods=tuple(present),
         block_size=tuple(block_size),
         precision=options.precision,
+        backend=backend,
+        deterministic=deterministic,
         tile_elements=(options.kernel_options or {}).get("cpu_tile_elements", -1),
         offsets=(0, 0) if base is None else (base.b_off, base.h_off),
         based=base is not None,
@@ -179,7 +188,8 @@ def _run(subgraph: fx.GraphModule, operands: Sequence[Any], static: dict[str, An
             warn_narrowing(traced, stat_dtype(query.dtype))
             captures += traced.prologue.run([operands[i] for i in where])
     elements = static["tile_elements"]
-    numerics = Numerics(static["precision"], None if elements < 0 else elements)
+    elements = None if elements < 0 else elements
+    numerics = Numerics(static["precision"], elements, static["backend"], static["deterministic"])
     linked = link(tuple(e and e[0] for e in mods), tuple(static["block_size"]), numerics)
     base = None
     if static["based"]:
@@ -188,6 +198,7 @@ def _run(subgraph: fx.GraphModule, operands: Sequence[Any], static: dict[str, An
     if base is None:
         check_lengths(linked, tuple(e and e[0] for e in mods), problem)
     plan, blocks = lists_for(linked, _given_lists(at), captures, problem, base, pin=True)
+    backends.check(problem, lookup(plan), captures, base)
     fixed = ops.Static.of(blocks, base, plan, problem.scale)
     found = torch.ops.flexbwd.forward(query, key, value, captures, *fixed, True)
     return (*found, *(query.new_empty(0) for _ in range(parsed.outputs - 3)))

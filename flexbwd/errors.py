@@ -103,3 +103,7 @@ class ModDtypeWarning(UserWarning):
 
 class ModOverflowWarning(UserWarning):
     """An int32 expression inside a mod cannot be proved free of overflow."""
+
+
+class BackendNotice(UserWarning):
+    """A call runs on another backend than its device suggests."""

@@ -1,4 +1,4 @@
-"""The torch operators `flexbwd::forward` and `flexbwd::backward`: schemas, CPU and fake kernels, autograd.
+"""The torch operators `flexbwd::forward` and `flexbwd::backward`: schemas, real and fake kernels, autograd.
 
 Callables cannot be operator arguments, so the operators take a registered plan id and plain tensors. The autograd
 kernel calls the operators below the Autograd key, so every dispatch mode (fake tensors, functionalization, selective
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexbwd import cpu
+from flexbwd import backends
 from flexbwd.errors import MaskError, UnsupportedError
 from flexbwd.plan import BlockLists, Needs, Operands, lookup
 from flexbwd.problem import empty_like_order, stat_dtype
@@ -60,7 +60,7 @@ def _unflatten_blocks(flat: Sequence[Tensor | None]) -> BlockLists | None:
     return BlockLists(BlockSparseTensors(*flat[0:4]), BlockSparseTensors(*flat[4:8]), bits)  # type: ignore[arg-type]
 
 
-def _operands(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], static: Static) -> Operands:
+def operands_of(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], static: Static) -> Operands:
     plan = lookup(static.plan)
     base = None
     if static.base:
@@ -70,20 +70,20 @@ def _operands(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tens
     return Operands(query, key, value, tuple(captures), blocks, base, static.scale, plan)
 
 
-# -- CPU kernels -------------------------------------------------------------------------------------------------------
-def _forward_cpu(
+# -- real kernels: the plan names the backend --------------------------------------------------------------------------
+def _forward_real(
     query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor], *static_and_max: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *static, want_max = static_and_max
-    return _run_forward(_operands(query, key, value, captures, Static(*static)), want_max)
+    return _run_forward(operands_of(query, key, value, captures, Static(*static)), want_max)
 
 
 def _run_forward(op: Operands, want_max: bool) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, max_scores = cpu.forward(op, want_max)
+    out, lse, max_scores = backends.module(op.plan.backend).forward(op, want_max)
     return out, lse, lse.new_empty(0) if max_scores is None else max_scores
 
 
-def _backward_cpu(
+def _backward_real(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -95,9 +95,9 @@ def _backward_cpu(
     *static_and_needs: Any,
 ) -> list[Tensor]:
     *static, needs = static_and_needs
-    op = _operands(query, key, value, captures, Static(*static))
+    op = operands_of(query, key, value, captures, Static(*static))
     wanted = Needs(needs[0], needs[1], needs[2], tuple(needs[3:]))
-    grads = cpu.backward(op, out, lse, grad_out, grad_lse, wanted)
+    grads = backends.module(op.plan.backend).backward(op, out, lse, grad_out, grad_lse, wanted)
     found = [grads.query, grads.key, grads.value, *grads.captures]
     return [g for g, need in zip(found, needs, strict=True) if need]  # type: ignore[misc]
 
@@ -151,10 +151,10 @@ def attention(
 
 
 def _unwatched(query: Tensor) -> bool:
-    """Would the operator's CPU kernel see exactly this call?"""
+    """Would the operator's real kernel see exactly this call?"""
     return (
         type(query) in _PLAIN
-        and query.device.type == "cpu"
+        and query.device.type in ("cpu", "cuda")
         and not torch._C._len_torch_dispatch_stack()
         and not torch.autograd._profiler_enabled()
     )
@@ -164,7 +164,7 @@ def _forward(tensors: Sequence[Tensor], static: Static, want_max: bool) -> tuple
     """The forward operator below autograd."""
     query, key, value, *captures = tensors
     if _unwatched(query):
-        return _run_forward(_operands(query, key, value, captures, static), want_max)
+        return _run_forward(operands_of(query, key, value, captures, static), want_max)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.flexbwd.forward.default(query, key, value, captures, *static, want_max)  # type: ignore[no-any-return]
 
@@ -201,11 +201,9 @@ class _Attention(torch.autograd.Function):
             )
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        grads = iter(
-            torch.ops.flexbwd.backward.default(
-                grad_out, grad_lse, query, key, value, out, lse, captures, *ctx.static, needs
-            )
-        )
+        unseen = _unwatched(query) and _unwatched(grad_out) and not torch.is_grad_enabled()
+        run = _backward_real if unseen else torch.ops.flexbwd.backward.default
+        grads = iter(run(grad_out, grad_lse, query, key, value, out, lse, captures, *ctx.static, needs))
         return (None, None, *(next(grads) if need else None for need in needs))
 
 
@@ -237,10 +235,11 @@ def _backward_autograd(*args: Any) -> list[Tensor]:
     return list(_FirstOrderOnly.apply(lambda t: (*t[:7], list(t[7:]), *last), *first, *captures))
 
 
-for _name, _cpu, _fake, _autograd in (
-    ("forward", _forward_cpu, _forward_fake, _forward_autograd),
-    ("backward", _backward_cpu, _backward_fake, _backward_autograd),
+for _name, _real, _fake, _autograd in (
+    ("forward", _forward_real, _forward_fake, _forward_autograd),
+    ("backward", _backward_real, _backward_fake, _backward_autograd),
 ):
-    _lib.impl(_name, _cpu, "CPU")
+    _lib.impl(_name, _real, "CPU")
+    _lib.impl(_name, _real, "CUDA")
     _lib.impl(_name, _autograd, "Autograd")
     torch.library.register_fake(f"flexbwd::{_name}", _fake, lib=_lib)

@@ -12,10 +12,10 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from flexbwd.errors import ConfigError
-from flexbwd.modgraph.modplan import ModPlan
+from flexbwd.modgraph.modplan import Band, ModPlan
 from flexbwd.sparsity.tensors import BlockLists, IndexBase
 
-__all__ = ["BlockLists", "Gradients", "Needs", "Operands", "Plan", "lookup", "plan_id", "register"]
+__all__ = ["Band", "BlockLists", "Gradients", "Needs", "Operands", "Plan", "lookup", "plan_id", "register"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,9 @@ class Plan:
     block_size: tuple[int, int] = (128, 128)  # (q, kv) granule of the block lists
     precision: str = "fast"
     tile_elements: int | None = None  # score elements the CPU backend holds at a time; None: its own choice
+    backend: str = "cpu"  # which code runs inside the operators
+    deterministic: bool = False  # bitwise equal runs
+    band: Band | None = None  # the mask as limits of q_idx - kv_idx: no block lists, and mods.mask is not evaluated
 
 
 class Operands(NamedTuple):

@@ -20,9 +20,10 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from flexbwd import sparsity
 from flexbwd.errors import MaskError, ModDataDependentError, ModShapeError, ModUnsupportedOpError
 from flexbwd.mask_ops import build, traced_lists
+from flexbwd.modgraph.band import band_of
 from flexbwd.modgraph.extents import Extents, check_extents
 from flexbwd.modgraph.frontend import ModKind, TracedMod, trace, warn_narrowing
-from flexbwd.modgraph.ir import topological
+from flexbwd.modgraph.ir import Node, topological
 from flexbwd.modgraph.plan_mods import build_mod_plan
 from flexbwd.plan import BlockLists, Plan, lookup, register
 from flexbwd.problem import Problem, stat_dtype
@@ -45,6 +46,8 @@ class Numerics(NamedTuple):
 
     precision: str = "fast"
     tile_elements: int | None = None
+    backend: str = "cpu"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,8 @@ class Linked:
     building_id: int
     reads: tuple[int, ...] = ()  # slots of the captured tensors that `building`'s mask reads
     fitting: set[Extents] = field(default_factory=set)  # lengths that the captured tensors were checked against
+    banded: Plan | None = None  # the plan without lists, where the mask is a band and the backend walks bands
+    banded_id: int = -1
 
 
 class Prepared(NamedTuple):
@@ -142,7 +147,10 @@ def prepare(mods: Mods, problem: Problem, numerics: Numerics, base: IndexBase | 
     if base is None:
         check_lengths(linked, traced, problem)
     mask = mods.block_mask
-    given = None if mask is None else BlockLists(mask.q_to_kv, mask.kv_to_q, mask.bits)
+    exact = mask is not None and mask.built and mods.mask_mod is mask.mask_mod  # its lists say what its mask_mod says
+    given = None
+    if mask is not None and not (exact and base is None and linked.banded is not None):
+        given = BlockLists(mask.q_to_kv, mask.kv_to_q, mask.bits)
     plan, blocks = lists_for(linked, given, captures, problem, base)
     return Prepared(plan, captures, blocks)
 
@@ -160,6 +168,10 @@ def lists_for(
 
     `pin` keeps the plan for the life of the process: a compiled graph names it by its id.
     """
+    if given is None and base is None and linked.banded is not None:
+        if pin:
+            register(linked.banded, pin=True)
+        return linked.banded_id, None
     plan = linked.plan if given is not None or linked.building is None else linked.building
     number = linked.id if plan is linked.plan else linked.building_id
     if pin:
@@ -233,7 +245,7 @@ def link(traced: tuple[TracedMod | None, ...], block_size: tuple[int, int], nume
 
 def _link(traced: Sequence[TracedMod | None], block_size: tuple[int, int], numerics: Numerics) -> Linked:
     mods = build_mod_plan(*traced)
-    plan = Plan(mods, block_size, numerics.precision, numerics.tile_elements)
+    plan = Plan(mods, block_size, **numerics._asdict())
     number = register(plan)
     conditions = [c for c in (mods.mask, mods.score_keep) if c is not None]
     if not conditions:
@@ -242,7 +254,20 @@ def _link(traced: Sequence[TracedMod | None], block_size: tuple[int, int], numer
     built = replace(plan, mods=replace(mods, mask=joined, score_keep=None, hash=mods.hash + "/built"))
     built_number = register(built)
     reads = {int(n.attr) for n in topological([joined]) if n.op == "load"}  # type: ignore[call-overload]
-    return Linked(lookup(number), number, lookup(built_number), built_number, tuple(sorted(reads)))
+    banded = _banded(plan, joined) if numerics.backend == "sm90" else None
+    return Linked(
+        lookup(number), number, lookup(built_number), built_number, tuple(sorted(reads)),
+        banded=banded, banded_id=-1 if banded is None else register(banded),
+    )  # fmt: skip
+
+
+def _banded(plan: Plan, mask: Node) -> Plan | None:
+    """The plan that walks a band instead of lists, where `mask` is one."""
+    band = band_of(mask)
+    if band is None:
+        return None
+    mods = replace(plan.mods, mask=None, score_keep=None, hash=plan.mods.hash + "/unmasked")
+    return replace(plan, mods=mods, band=band)
 
 
 # -- block lists built from a mask_mod alone --------------------------------------------------------------------------

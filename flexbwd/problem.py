@@ -39,6 +39,10 @@ class Problem(NamedTuple):
         return cls(*sizes, query.dtype, query.device, scale, abstract or query.is_meta)
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        return self.q_len, self.kv_len
+
+    @property
     def group(self) -> int:
         """Query heads per key head."""
         return self.q_heads // self.kv_heads if self.kv_heads else 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
+from flexbwd import backends
 from flexbwd.errors import (
     DeviceError,
     DtypeError,
@@ -22,7 +23,6 @@ from flexbwd.sparsity.tensors import IndexBase
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("bhsd", "bshd")
-BACKENDS = ("auto", "cpu")
 PRECISIONS = ("fast", "accurate")
 
 
@@ -192,15 +192,9 @@ def index_base(base: IndexBase | None, q_len: int, kv_len: int, block_size: tupl
 
 
 def backend(name: str, device: torch.device) -> str:
-    """The backend that serves `device`."""
-    choice("backend", name, BACKENDS)
-    if device.type == "cpu" or device.type == "meta":
-        return "cpu"
-    if name == "cpu":
-        raise DeviceError(f"backend='cpu' but the tensors are on {device}; move them with .cpu() or use backend='auto'")
-    raise UnsupportedError(
-        f"query is on {device}; this version of flexbwd computes on CPU tensors: move query, key and value with .cpu()"
-    )
+    """The backend that serves tensors on `device`."""
+    choice("backend", name, backends.NAMES)
+    return backends.choose(name, device)
 
 
 def _shape(t: Tensor) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +53,13 @@ class Guard(enum.Enum):
     NONE = "none"
     WRAP = "wrap"  # may be negative, Python's meaning
     CLAMP = "clamp"
+
+
+class Band(NamedTuple):
+    """Keeps lo <= q_idx - kv_idx <= hi; None is no limit. Causal is (0, None), a causal window of w keys (0, w - 1)."""
+
+    lo: int | None
+    hi: int | None
 
 
 @dataclass(frozen=True)

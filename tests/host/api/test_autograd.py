@@ -126,7 +126,7 @@ def test_operators_pass_opcheck(with_mask):
     q, k, v = leaves((1, 2, 20, 8), torch.float32)
     bias = torch.zeros(2, requires_grad=True)
     options = Options(score_mod=lambda s, b, h, i, j: s + bias[h], mask_mod=causal if with_mask else None)
-    q, k, v, captures, static = _prepare(q, k, v, options)
+    q, k, v, captures, static = _prepare(q, k, v, options).operands
     args = (q, k, v, captures, *static)
     torch.library.opcheck(torch.ops.flexbwd.forward, (*args, True))
     out, lse, _ = torch.ops.flexbwd.forward(*args, False)

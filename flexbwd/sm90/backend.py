@@ -1,0 +1,81 @@
+"""The Hopper backend: one problem of the operators, as calls of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexbwd.plan import Gradients, Needs, Operands, Plan
+from flexbwd.problem import Problem, empty_like_order
+from flexbwd.sm90.operands import MAX_HEAD_DIM
+from flexbwd.sm90.operands import Operands as KernelOperands
+from flexbwd.sm90.walks import Band, Dense, Walk
+from flexbwd.sparsity.tensors import IndexBase
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_STEP = 8  # elements of 16 bytes: what TMA moves
+
+
+def refusal(problem: Problem, plan: Plan, captures: Sequence[Tensor], base: IndexBase | None) -> str | None:
+    """Why the kernels cannot do a call, or None where they can."""
+    if problem.dtype not in _DTYPES:
+        return f"query has dtype {problem.dtype}, and the Hopper kernels take float16 and bfloat16"
+    for name, dim in (("D", problem.head_dim), ("Dv", problem.value_dim)):
+        if not 0 < dim <= MAX_HEAD_DIM:
+            return f"{name}={dim}, and the Hopper kernels take head dims from 1 to {MAX_HEAD_DIM}"
+    if not plan.mods.is_identity or plan.mods.mask is not None or plan.mods.score_keep is not None:
+        return "the Hopper kernels run no mods and block lists yet"
+    return None
+
+
+def forward(op: Operands, want_max: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out `[B, Hq, Sq, Dv]` like query; natural-log lse `[B, Hq, Sq]` fp32; row maxima, or None."""
+    from flexbwd.sm90.forward.call import launch
+
+    value_dim = op.value.shape[3]
+    kernel = _operands(op)
+    shape = op.query.shape[:3]
+    out = empty_like_order(op.query, (*shape, kernel.value_dim))
+    lse = torch.empty(shape, dtype=torch.float32, device=op.query.device)
+    top = torch.empty_like(lse) if want_max else None
+    launch(kernel, _walk(op), out, lse, top)
+    return (out if value_dim == kernel.value_dim else out[..., :value_dim].clone()), lse, top
+
+
+def backward(
+    op: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, needs: Needs
+) -> Gradients:
+    """Gradients of `forward`; see `flexbwd.cpu.backward` for the meaning."""
+    from flexbwd.sm90.backward.call import backward as call
+
+    kernel = _operands(op)
+    out, grad_out = _padded(out), _padded(grad_out)
+    found = call(kernel, out, lse, grad_out, grad_lse, needs, _walk(op))
+    found.query, found.key, found.value = (
+        g if g is None or g.shape[3] == t.shape[3] else g[..., : t.shape[3]].clone()
+        for g, t in zip((found.query, found.key, found.value), (op.query, op.key, op.value), strict=True)
+    )
+    found.captures = [None] * len(op.captures)
+    return found
+
+
+def warm(op: Operands, needs: Sequence[bool]) -> None:
+    """Compile, or load from disk, every kernel that a call and its backward will launch."""
+
+
+def _operands(op: Operands) -> KernelOperands:
+    return KernelOperands.of(_padded(op.query), _padded(op.key), _padded(op.value), op.scale)
+
+
+def _padded(t: Tensor) -> Tensor:
+    """Zero columns up to the next multiple of 8."""
+    missing = -t.shape[3] % _STEP
+    return torch.nn.functional.pad(t, (0, missing)) if missing else t
+
+
+def _walk(op: Operands) -> Walk:
+    if op.plan.band is not None:
+        return Band(*op.plan.band)
+    return Dense()
