@@ -56,7 +56,8 @@ def load_or_make(config: Any, make: Callable[[], Any]) -> Any:
 def describe(value: Any) -> Any:
     """`value` as plain JSON: dataclasses by class name and fields, enums and dtypes by their text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        # fields that take no part in equality (a mod's graph, whose hash is another field) take none here
+        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare}
         return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
     if isinstance(value, (tuple, list)):
         return [describe(v) for v in value]
@@ -88,7 +89,7 @@ def _fingerprint() -> str:
     facts += [f"{name}={os.environ.get(name, '')}" for name in _ENV]
     digest = hashlib.sha256("\n".join(facts).encode())
     root = Path(__file__).resolve().parents[1]
-    for source in sorted([*root.glob("sm90/**/*.py"), *root.glob("jit/*.py")]):
+    for source in sorted([*root.glob("sm90/**/*.py"), *root.glob("jit/*.py"), *root.glob("modgraph/**/*.py")]):
         digest.update(str(source.relative_to(root)).encode())
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
