@@ -73,10 +73,15 @@ def module(name: str) -> ModuleType:
     return backend
 
 
+def refusal(problem: Problem, plan: Plan, captures: Sequence[Tensor], base: IndexBase | None) -> str | None:
+    """Why the Hopper kernels cannot do a call, or None."""
+    return module("sm90").refusal(problem, plan, captures, base)  # type: ignore[no-any-return]
+
+
 def check(problem: Problem, plan: Plan, captures: Sequence[Tensor], base: IndexBase | None) -> None:
     """Raise where the plan's backend cannot do the call, and no other may be taken any more."""
     if plan.backend == "sm90":
-        reason = module("sm90").refusal(problem, plan, captures, base)
+        reason = refusal(problem, plan, captures, base)
         if reason is not None:
             raise UnsupportedError(
                 f"{reason}; inside torch.compile pass backend='torch' to take torch's flex_attention"

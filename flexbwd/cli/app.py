@@ -74,13 +74,30 @@ def check(
 
 @app.command()
 def bench(
-    device: Annotated[str, typer.Option(help="cpu")] = "cpu",
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where torch sees one")] = "auto",
+    workload: Annotated[list[str] | None, typer.Option(help="cuda: only these, globs; repeatable")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="cuda: only these implementations, globs; repeatable")] = None,
+    which: Annotated[list[str] | None, typer.Option("--pass", help="cuda: fwd or bwd; default both")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for <device>-<date>.json and .md")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="small sizes: a smoke test, not a measurement")] = False,
-    peers: Annotated[bool, typer.Option(help="also measure torch's compiled flex_attention forward")] = True,
-    repeats: Annotated[int, typer.Option(help="timed runs of each case; the best counts", min=1)] = 7,
+    peers: Annotated[bool, typer.Option(help="cpu: also measure torch's compiled flex_attention forward")] = True,
+    probe: Annotated[bool, typer.Option(help="cuda: first calls, in processes of their own, before measuring")] = True,
+    repeats: Annotated[int, typer.Option(help="cpu: runs of each case, the best counts; cuda: rounds", min=1)] = 7,
 ) -> None:
-    """Speed and memory against dense attention on this machine, as ratios."""
+    """Speed on this machine: on a GPU against the installed peers, on a CPU against dense attention, as ratios.
+
+    Exit code 2 for an option that is wrong; an implementation that fails is a line of the report.
+    """
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        from flexbwd.cli.bench_gpu.run import Request
+        from flexbwd.cli.bench_gpu.run import run as run_gpu
+
+        run_gpu(Request(workload or (), impl or (), which or (), repeats, quick, probe, out))
+        return
     from flexbwd.cli.bench import run
 
     run(device, out=out, quick=quick, peers=peers, repeats=repeats)

@@ -1,4 +1,4 @@
-"""`flexbwd bench`: speed and memory on this machine as ratios, beside the targets."""
+"""`flexbwd bench` on a CPU: speed and memory as ratios, beside the targets. bench_gpu/ is the other half."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexbwd.cli.console import console, table, working
-from flexbwd.errors import OptionError, UnsupportedError
+from flexbwd.errors import OptionError
 
 COLUMNS = ("case", "flexbwd", "compared with", "ratio", "target", "")
 
@@ -83,7 +83,7 @@ class Plan:
 def run(device: str, *, out: Path | None, quick: bool, peers: bool, repeats: int) -> None:
     """Measure, print the table, and write it to `out` as JSON and Markdown."""
     if device != "cpu":
-        raise UnsupportedError(f"--device {device}: only cpu is measured; GPU benchmarks come with the GPU kernels")
+        raise OptionError(f"--device {device} must be cpu, cuda or auto")
     if out is not None and out.exists() and not out.is_dir():
         raise OptionError(f"--out {out} must be a folder")
     plan = Plan(256, 512, 2048, repeats, targets=False, peers=peers) if quick else Plan(repeats=repeats, peers=peers)

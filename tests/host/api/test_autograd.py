@@ -121,12 +121,12 @@ def test_selective_checkpointing_saves_the_operator_once():
 
 @pytest.mark.parametrize("with_mask", [False, True], ids=["dense", "masked"])
 def test_operators_pass_opcheck(with_mask):
-    from flexbwd.api import Options, _prepare
+    from flexbwd.calls import Options, prepare_call
 
     q, k, v = leaves((1, 2, 20, 8), torch.float32)
     bias = torch.zeros(2, requires_grad=True)
     options = Options(score_mod=lambda s, b, h, i, j: s + bias[h], mask_mod=causal if with_mask else None)
-    q, k, v, captures, static = _prepare(q, k, v, options).operands
+    q, k, v, captures, static = prepare_call(q, k, v, options).operands
     args = (q, k, v, captures, *static)
     torch.library.opcheck(torch.ops.flexbwd.forward, (*args, True))
     out, lse, _ = torch.ops.flexbwd.forward(*args, False)
