@@ -7,6 +7,7 @@ block lists by the *contents* of the tensors the mask reads.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -272,11 +273,14 @@ def _banded(plan: Plan, mask: Node) -> Plan | None:
 
 # -- block lists built from a mask_mod alone --------------------------------------------------------------------------
 class BuiltLists:
-    """Block lists by plan, lengths and the contents of the captured tensors the mask reads."""
+    """Block lists by plan, lengths and the contents of the captured tensors the mask reads.
+
+    Looking at contents on a GPU would wait for it: there the same tensors, not written to since, count as equal first.
+    """
 
     def __init__(self, entries: int = 32) -> None:
         self._entries = entries
-        self._table: OrderedDict[tuple, list[tuple[tuple[Tensor, ...], BlockLists]]] = OrderedDict()
+        self._table: OrderedDict[tuple, list[_Saved]] = OrderedDict()
         self._lock = threading.Lock()
 
     def find_or_build(
@@ -293,18 +297,45 @@ class BuiltLists:
         p = problem
         key = (linked.building_id, p.batch, p.q_heads, p.q_len, p.kv_len, p.device, offsets)
         with self._lock:
-            for saved, lists in self._table.get(key, ()):
-                if all(map(_same_contents, saved, values)):
+            for saved in self._table.get(key, ()):
+                if saved.serve(values):
                     self._table.move_to_end(key)
-                    return lists
+                    return saved.lists
         lists = build(linked.building, captures, problem, base)
         with self._lock:
-            self._table.setdefault(key, []).insert(0, (tuple(v.detach().clone() for v in values), lists))
+            self._table.setdefault(key, []).insert(0, _Saved.of(values, lists))
             del self._table[key][4:]
             self._table.move_to_end(key)
             if len(self._table) > self._entries:
                 self._table.popitem(last=False)
         return lists
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """Lists, and the tensors that they were made from: copies, and the originals with their versions."""
+
+    contents: tuple[Tensor, ...]
+    originals: tuple[tuple[weakref.ref[Tensor], int], ...]
+    lists: BlockLists
+
+    @classmethod
+    def of(cls, values: Sequence[Tensor], lists: BlockLists) -> _Saved:
+        originals = tuple((weakref.ref(v), _version(v)) for v in values)
+        return cls(tuple(v.detach().clone() for v in values), originals, lists)
+
+    def serve(self, values: Sequence[Tensor]) -> bool:
+        """Would the lists come out the same for `values`?"""
+        if all(
+            v.is_cuda and r() is v and n == _version(v) >= 0 for (r, n), v in zip(self.originals, values, strict=True)
+        ):
+            return True
+        return all(map(_same_contents, self.contents, values))
+
+
+def _version(t: Tensor) -> int:
+    """How often `t` was written to; -1 where torch does not count."""
+    return -1 if t.is_inference() else t._version
 
 
 def _same_contents(x: Tensor, y: Tensor) -> bool:
