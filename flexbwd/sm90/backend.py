@@ -9,9 +9,13 @@ from torch import Tensor
 
 from flexbwd.plan import Gradients, Needs, Operands, Plan
 from flexbwd.problem import Problem, empty_like_order
+from flexbwd.sm90.backward.call import backward as one_pass
+from flexbwd.sm90.backward.tile import backward_tile
+from flexbwd.sm90.forward.call import launch
 from flexbwd.sm90.operands import MAX_HEAD_DIM
 from flexbwd.sm90.operands import Operands as KernelOperands
-from flexbwd.sm90.walks import Band, Dense, Walk
+from flexbwd.sm90.parts import Use, parts_of, walk_kind
+from flexbwd.sm90.tile import forward_tile
 from flexbwd.sparsity.tensors import IndexBase
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -25,22 +29,23 @@ def refusal(problem: Problem, plan: Plan, captures: Sequence[Tensor], base: Inde
     for name, dim in (("D", problem.head_dim), ("Dv", problem.value_dim)):
         if not 0 < dim <= MAX_HEAD_DIM:
             return f"{name}={dim}, and the Hopper kernels take head dims from 1 to {MAX_HEAD_DIM}"
-    if not plan.mods.is_identity or plan.mods.mask is not None or plan.mods.score_keep is not None:
-        return "the Hopper kernels run no mods and block lists yet"
+    trained = [plan.mods.captures[site.slot].name for site in plan.mods.loads if site.jacobian is not None]
+    if trained:
+        return f"{trained[0]} is captured and requires grad, and the Hopper kernels give no gradient of it yet"
     return None
 
 
 def forward(op: Operands, want_max: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """out `[B, Hq, Sq, Dv]` like query; natural-log lse `[B, Hq, Sq]` fp32; row maxima, or None."""
-    from flexbwd.sm90.forward.call import launch
-
     value_dim = op.value.shape[3]
     kernel = _operands(op)
     shape = op.query.shape[:3]
     out = empty_like_order(op.query, (*shape, kernel.value_dim))
     lse = torch.empty(shape, dtype=torch.float32, device=op.query.device)
     top = torch.empty_like(lse) if want_max else None
-    launch(kernel, _walk(op), out, lse, top)
+    tile = forward_tile(kernel.head_dim, kernel.value_dim, walk_kind(op))
+    parts = parts_of(op, Use((tile.tile_m, tile.tile_n)))
+    launch(kernel, parts.walk, out, lse, top, parts.mods)
     return (out if value_dim == kernel.value_dim else out[..., :value_dim].clone()), lse, top
 
 
@@ -48,11 +53,10 @@ def backward(
     op: Operands, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, needs: Needs
 ) -> Gradients:
     """Gradients of `forward`; see `flexbwd.cpu.backward` for the meaning."""
-    from flexbwd.sm90.backward.call import backward as call
-
     kernel = _operands(op)
-    out, grad_out = _padded(out), _padded(grad_out)
-    found = call(kernel, out, lse, grad_out, grad_lse, needs, _walk(op))
+    tile = backward_tile(kernel.head_dim, kernel.value_dim)
+    parts = parts_of(op, Use((tile.tile_m, tile.tile_n), keys_are_rows=True, backward=True))
+    found = one_pass(kernel, _padded(out), lse, _padded(grad_out), grad_lse, needs, parts.walk, parts.mods)
     found.query, found.key, found.value = (
         g if g is None or g.shape[3] == t.shape[3] else g[..., : t.shape[3]].clone()
         for g, t in zip((found.query, found.key, found.value), (op.query, op.key, op.value), strict=True)
@@ -73,9 +77,3 @@ def _padded(t: Tensor) -> Tensor:
     """Zero columns up to the next multiple of 8."""
     missing = -t.shape[3] % _STEP
     return torch.nn.functional.pad(t, (0, missing)) if missing else t
-
-
-def _walk(op: Operands) -> Walk:
-    if op.plan.band is not None:
-        return Band(*op.plan.band)
-    return Dense()
