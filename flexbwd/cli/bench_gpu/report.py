@@ -81,8 +81,8 @@ def with_ratios(rows: Iterable[Row]) -> list[Row]:
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
-def times(rows: Sequence[Row], workloads: Sequence[Workload]) -> Table:
-    """Milliseconds of everybody, our TFLOP/s and the ratio to the best peer."""
+def times(rows: Sequence[Row], workloads: Sequence[Workload], titles: bool = True) -> Table:
+    """Milliseconds of everybody, our TFLOP/s and the ratio to the best peer; `titles` says what a workload is."""
     peers = [i for i in IMPLS.values() if i.is_peer and any(r.impl == i.name for r in rows)]
     columns = (
         "workload",
@@ -104,7 +104,8 @@ def times(rows: Sequence[Row], workloads: Sequence[Workload]) -> Table:
             theirs = [at.get((w.name, which, p.name)) for p in peers]
             rates = [r.tflops for r in theirs if r is not None and r.tflops]
             ratio = "" if mine is None or mine.ratio is None else f"{mine.ratio:.2f}"
-            ours = f"{w.name}: {w.title}", which, _ms(mine), _rate(None if mine is None else mine.tflops)
+            named = f"{w.name}: {w.title}" if titles else w.name
+            ours = named, which, _ms(mine), _rate(None if mine is None else mine.tflops)
             lines.append((*ours, *map(_ms, theirs), _rate(max(rates, default=None)), ratio))
     return columns, lines
 

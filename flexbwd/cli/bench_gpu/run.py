@@ -63,17 +63,16 @@ def run(request: Request) -> None:
 
         found: Probes = {}
         tasks = [(w, impl) for w in chosen for impl in impls if impl.serves(w)]
-        if request.probe:
-            begin = time.perf_counter()
-            found = probe_all(tasks, processes(), done=_progress)
-            print(f"{len(tasks)} first calls in {time.perf_counter() - begin:.0f} s", flush=True)
         begin = time.perf_counter()
+        if request.probe:
+            found = probe_all(tasks, processes(), done=_progress)
+        middle = time.perf_counter()
         rows: list[Row] = []
         for w in chosen:
             rows += measure(w, [i for i in impls if i.serves(w)], found, passes, request.rounds)
-        print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
         rows = report.with_ratios(rows)
-        known = facts()
+        spent = f"{len(found)} first calls {middle - begin:.0f} s, measuring {time.perf_counter() - middle:.0f} s"
+        known = {**facts(), "run": f"{request.rounds} rounds ({spent})"}
         show(known, rows, chosen)
         if request.out is not None:
             for path in report.write(request.out, stem(known), known, rows, chosen):
@@ -194,7 +193,11 @@ def show(known: Mapping[str, Any], rows: Sequence[Row], chosen: Sequence[Workloa
     title = " · ".join(f"{k} {v}" if k not in ("gpu", "date") else str(v) for k, v in known.items())
     out = console()
     extra, about = report.variants(rows), report.calls(rows)
-    for name, made in ((title, report.times(rows, chosen)), ("other ways of ours", extra), ("calls", about)):
+    for name, made in (
+        (title, report.times(rows, chosen, titles=False)),
+        ("other ways of ours", extra),
+        ("calls", about),
+    ):
         columns, lines = made
         if lines:
             shown = table(
