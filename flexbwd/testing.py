@@ -72,6 +72,12 @@ class Case:
         grad_lse = None if self.grad_lse is None else self.grad_lse.to(wide)
         return replace(self, query=q, key=k, value=v, grad_out=do, grad_lse=grad_lse)
 
+    def on(self, device: torch.device | str) -> Case:
+        """The same problem on another device; strides are kept."""
+        q, k, v, do = (t.to(device) for t in (self.query, self.key, self.value, self.grad_out))
+        grad_lse = None if self.grad_lse is None else self.grad_lse.to(device)
+        return replace(self, query=q, key=k, value=v, grad_out=do, grad_lse=grad_lse)
+
     def double(self) -> Case:
         return self.to(torch.float64)
 
@@ -121,6 +127,7 @@ def attention_grads(
     import flexbwd
 
     captures = captured_parameters(score_mod) if captures is None else captures
+    options.setdefault("deterministic", False)  # `poisoned` asks torch for determinism, the caller did not
     q, k, v = case.leaves()
     with poisoned():
         result: Any = flexbwd.flex_attention(
