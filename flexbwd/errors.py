@@ -39,6 +39,14 @@ class UnsupportedError(FlexError, NotImplementedError):
     """A legal request that flexbwd does not serve; the message says what to use instead."""
 
 
+class CompileError(FlexError, RuntimeError):
+    """A kernel cannot be compiled: a defect of flexbwd or of its compiler; the compiler's error is chained."""
+
+
+class CompileAfterWarmupError(FlexError, RuntimeError):
+    """A kernel would be compiled where `after_warmup` or FLEXBWD_COMPILE_ALARM=error forbids it."""
+
+
 class ModError(FlexError, ValueError):
     """A score_mod, score_mod_bwd or mask_mod cannot be compiled.
 
@@ -107,3 +115,11 @@ class ModOverflowWarning(UserWarning):
 
 class BackendNotice(UserWarning):
     """A call runs on another backend than its device suggests."""
+
+
+class CacheNotice(UserWarning):
+    """The kernel cache on disk cannot be used."""
+
+
+class CompileNotice(UserWarning):
+    """A kernel is compiled after warm-up."""

@@ -1,6 +1,6 @@
 """The operator `flexbwd::block_lists`: block lists from a plan's mask_mod, for graphs that cannot look at values.
 
-In eager mode `flexbwd.planning` builds and caches lists directly. A traced graph (torch.compile, export, fake tensors)
+In eager mode `flexbwd.planning` finds or builds lists directly. A traced graph (torch.compile, export, fake tensors)
 calls this operator instead, so that lists follow the captured tensors' values at run time; its index lists are padded
 to the full number of blocks, which no value can change.
 """
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexbwd.modgraph.analyze import depends
+from flexbwd.built_lists import broadcast, built
 from flexbwd.plan import BlockLists, Plan, lookup
 from flexbwd.problem import Problem
-from flexbwd.sparsity.build import build_lists
 from flexbwd.sparsity.tensors import BlockSparseTensors, IndexBase
 
 _lib = torch.library.Library("flexbwd", "FRAGMENT")
@@ -24,16 +23,6 @@ _lib.define(
     " SymInt kv_len, Device device) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-def build(plan: Plan, captures: Sequence[Tensor], problem: Problem, base: IndexBase | None) -> BlockLists:
-    """Block lists of the plan's mask; batch and heads are broadcast unless the mask reads them."""
-    assert plan.mods.mask is not None
-    batch, heads = _broadcast(plan, problem.batch, problem.q_heads)
-    lengths = (problem.q_len, problem.kv_len)
-    return build_lists(
-        plan.mods.mask, captures, batch, heads, *lengths, plan.block_size, index_base=base, device=problem.device
-    )
 
 
 def traced_lists(plan: int, captures: Sequence[Tensor], problem: Problem, base: IndexBase | None) -> BlockLists:
@@ -45,12 +34,6 @@ def traced_lists(plan: int, captures: Sequence[Tensor], problem: Problem, base: 
         list(captures), bases, offsets, plan, p.batch, p.q_heads, p.q_len, p.kv_len, p.device
     )
     return BlockLists(BlockSparseTensors(*flat[:4]), BlockSparseTensors(*flat[4:]))
-
-
-def _broadcast(plan: Plan, batch: int, heads: int) -> tuple[int | None, int | None]:
-    assert plan.mods.mask is not None
-    reads = depends([plan.mods.mask])[plan.mods.mask]
-    return (batch if "b" in reads else None), (heads if "h" in reads else None)
 
 
 def _grid(plan: Plan, q_len: int, kv_len: int) -> tuple[int, int]:
@@ -70,20 +53,13 @@ def _block_lists(
     device: torch.device,
 ) -> list[Tensor]:
     found = lookup(plan)
-    assert found.mods.mask is not None
     index_base = IndexBase(offsets[0], offsets[1], base[0], base[1], block_size=found.block_size) if base else None
-    lists = build_lists(
-        found.mods.mask,
-        captures,
-        *_broadcast(found, batch, heads),
-        q_len,
-        kv_len,
-        found.block_size,
-        index_base=index_base,
-        device=device,
-    )
+    sizes = (batch, heads, heads, q_len, kv_len, 0, 0)
+    problem = Problem(*sizes, dtype=torch.float32, device=device, scale=1.0)  # lists depend on the lengths alone
+    lists = built.find_or_build(found, plan, captures, problem, index_base)
     rows, cols = _grid(found, q_len, kv_len)
-    return [*_padded(lists.q_to_kv, cols), *_padded(lists.kv_to_q, rows)]
+    # copies: what an operator returns is the graph's to overwrite
+    return [t.clone() for t in (*_padded(lists.q_to_kv, cols), *_padded(lists.kv_to_q, rows))]
 
 
 def _padded(lists: BlockSparseTensors, width: int) -> list[Tensor]:
@@ -93,7 +69,7 @@ def _padded(lists: BlockSparseTensors, width: int) -> list[Tensor]:
         full_cnt, full_idx = torch.zeros_like(lists.mask_block_cnt), lists.mask_block_idx[..., :0]
     width = max(width, 1)
     widened = [torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in (lists.mask_block_idx, full_idx)]
-    return [lists.mask_block_cnt, widened[0], full_cnt.clone(), widened[1]]
+    return [lists.mask_block_cnt, widened[0], full_cnt, widened[1]]
 
 
 def _block_lists_fake(
@@ -108,7 +84,7 @@ def _block_lists_fake(
     device: torch.device,
 ) -> list[Tensor]:
     found = lookup(plan)
-    b, h = (1 if n is None else n for n in _broadcast(found, batch, heads))
+    b, h = (1 if n is None else n for n in broadcast(found, batch, heads))
     rows, cols = _grid(found, q_len, kv_len)
     shapes = [(b, h, rows), (b, h, rows, max(cols, 1))] * 2 + [(b, h, cols), (b, h, cols, max(rows, 1))] * 2
     return [torch.empty(s, dtype=torch.int32, device=device) for s in shapes]

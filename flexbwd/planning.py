@@ -7,7 +7,6 @@ block lists by the *contents* of the tensors the mask reads.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from flexbwd import sparsity
+from flexbwd.built_lists import built, same_contents
 from flexbwd.errors import MaskError, ModDataDependentError, ModShapeError, ModUnsupportedOpError
-from flexbwd.mask_ops import build, traced_lists
+from flexbwd.mask_ops import traced_lists
 from flexbwd.modgraph.band import band_of
 from flexbwd.modgraph.extents import Extents, check_extents
 from flexbwd.modgraph.frontend import ModKind, TracedMod, trace, warn_narrowing
-from flexbwd.modgraph.ir import Node, topological
+from flexbwd.modgraph.ir import Node
 from flexbwd.modgraph.plan_mods import build_mod_plan
 from flexbwd.plan import BlockLists, Plan, lookup, register
 from flexbwd.problem import Problem, stat_dtype
@@ -60,7 +60,6 @@ class Linked:
     # for lists built from the mods: score_keep joined to mask; None when there is no mask
     building: Plan | None
     building_id: int
-    reads: tuple[int, ...] = ()  # slots of the captured tensors that `building`'s mask reads
     fitting: set[Extents] = field(default_factory=set)  # lengths that the captured tensors were checked against
     banded: Plan | None = None  # the plan without lists, where the mask is a band and the backend walks bands
     banded_id: int = -1
@@ -131,7 +130,7 @@ def same_base(x: IndexBase, y: IndexBase) -> bool:
     if torch.compiler.is_compiling() or (x.b_off, x.h_off) != (y.b_off, y.h_off):
         return False
     pairs = ((x.q_base, y.q_base), (x.kv_base, y.kv_base))
-    return all(p is q or (p is not None and q is not None and _same_contents(p, q)) for p, q in pairs)
+    return all(p is q or (p is not None and q is not None and same_contents(p, q)) for p, q in pairs)
 
 
 def prepare(mods: Mods, problem: Problem, numerics: Numerics, base: IndexBase | None) -> Prepared:
@@ -179,7 +178,10 @@ def lists_for(
         register(plan, pin=True)
     if plan is linked.plan:
         return number, given
-    return number, _built.find_or_build(linked, captures, problem, base)
+    values = captures if base is None else (*captures, base.q_base, base.kv_base)
+    if problem.abstract or any(isinstance(v, FakeTensor) for v in values):
+        return number, traced_lists(number, captures, problem, base)
+    return number, built.find_or_build(plan, number, captures, problem, base)
 
 
 def trace_all(mods: Mods, problem: Problem) -> tuple[tuple[TracedMod | None, ...], tuple[Tensor, ...]]:
@@ -252,12 +254,11 @@ def _link(traced: Sequence[TracedMod | None], block_size: tuple[int, int], numer
     if not conditions:
         return Linked(lookup(number), number, None, -1)
     joined = conditions[0] if len(conditions) == 1 else mods.builder.arith("and", *conditions)
-    built = replace(plan, mods=replace(mods, mask=joined, score_keep=None, hash=mods.hash + "/built"))
-    built_number = register(built)
-    reads = {int(n.attr) for n in topological([joined]) if n.op == "load"}  # type: ignore[call-overload]
+    from_mods = replace(plan, mods=replace(mods, mask=joined, score_keep=None, hash=mods.hash + "/built"))
+    built_number = register(from_mods)
     banded = _banded(plan, joined) if numerics.backend == "sm90" else None
     return Linked(
-        lookup(number), number, lookup(built_number), built_number, tuple(sorted(reads)),
+        lookup(number), number, lookup(built_number), built_number,
         banded=banded, banded_id=-1 if banded is None else register(banded),
     )  # fmt: skip
 
@@ -271,82 +272,8 @@ def _banded(plan: Plan, mask: Node) -> Plan | None:
     return replace(plan, mods=mods, band=band)
 
 
-# -- block lists built from a mask_mod alone --------------------------------------------------------------------------
-class BuiltLists:
-    """Block lists by plan, lengths and the contents of the captured tensors the mask reads.
-
-    Looking at contents on a GPU would wait for it: there the same tensors, not written to since, count as equal first.
-    """
-
-    def __init__(self, entries: int = 32) -> None:
-        self._entries = entries
-        self._table: OrderedDict[tuple, list[_Saved]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find_or_build(
-        self, linked: Linked, captures: Sequence[Tensor], problem: Problem, base: IndexBase | None
-    ) -> BlockLists:
-        """Lists for `linked.building`; equal contents give the very same lists."""
-        assert linked.building is not None
-        offsets = () if base is None else (base.b_off, base.h_off, base.q_base is None, base.kv_base is None)
-        values = [captures[s] for s in linked.reads]
-        if base is not None:
-            values += [t for t in (base.q_base, base.kv_base) if t is not None]
-        if problem.abstract or any(isinstance(v, FakeTensor) for v in values):
-            return traced_lists(linked.building_id, captures, problem, base)
-        p = problem
-        key = (linked.building_id, p.batch, p.q_heads, p.q_len, p.kv_len, p.device, offsets)
-        with self._lock:
-            for saved in self._table.get(key, ()):
-                if saved.serve(values):
-                    self._table.move_to_end(key)
-                    return saved.lists
-        lists = build(linked.building, captures, problem, base)
-        with self._lock:
-            self._table.setdefault(key, []).insert(0, _Saved.of(values, lists))
-            del self._table[key][4:]
-            self._table.move_to_end(key)
-            if len(self._table) > self._entries:
-                self._table.popitem(last=False)
-        return lists
-
-
-@dataclass(frozen=True, eq=False)
-class _Saved:
-    """Lists, and the tensors that they were made from: copies, and the originals with their versions."""
-
-    contents: tuple[Tensor, ...]
-    originals: tuple[tuple[weakref.ref[Tensor], int], ...]
-    lists: BlockLists
-
-    @classmethod
-    def of(cls, values: Sequence[Tensor], lists: BlockLists) -> _Saved:
-        originals = tuple((weakref.ref(v), _version(v)) for v in values)
-        return cls(tuple(v.detach().clone() for v in values), originals, lists)
-
-    def serve(self, values: Sequence[Tensor]) -> bool:
-        """Would the lists come out the same for `values`?"""
-        if all(
-            v.is_cuda and r() is v and n == _version(v) >= 0 for (r, n), v in zip(self.originals, values, strict=True)
-        ):
-            return True
-        return all(map(_same_contents, self.contents, values))
-
-
-def _version(t: Tensor) -> int:
-    """How often `t` was written to; -1 where torch does not count."""
-    return -1 if t.is_inference() else t._version
-
-
-def _same_contents(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
-
-
-_built = BuiltLists()
-
-
 def clear_caches() -> None:
     """Forget joined plans and built block lists (tests, memory)."""
     with _lock:
         _links.clear()
-    _built.__init__()  # type: ignore[misc]
+    built.__init__()  # type: ignore[misc]

@@ -1,189 +1,210 @@
-"""Compiled kernels on disk: one TVM-FFI object file per key, shared by all processes of one user.
+"""Compiled kernels on disk, shared by all processes of one user.
 
-    <root>/<fingerprint>/<key>.o        the object, written under another name and renamed
-    <root>/<fingerprint>/<key>.sum      sha256 of the object: a truncated or foreign file does not match it and is a
-    miss
-    <root>/<fingerprint>/<key>.lock     held while compiling: one process compiles, others wait and then load
+    <root>/<fingerprint>/<key>.so       one kernel, or .o where nothing could link it; see objects.py
+    <root>/<fingerprint>/<key>.lock     held while compiling: one process compiles, the others wait and then load
+    <root>/<fingerprint>/about.txt      what the fingerprint is made of; its age says when it was last used
 
-The fingerprint covers our sources, the DSL and its flavour, tvm-ffi, architecture and compiler environment; the key
-covers the
-configuration's class and fields as canonical JSON. Nothing is unpickled. Objects are native code: the folder is the
-user's own, mode 0700.
+The fingerprint covers our sources, the DSL with its flavour, tvm-ffi, the driver, the architecture and the compiler's
+environment; the key is the configuration. Kernels made where there was no driver serve every driver, so that an image
+can be filled on a machine without a GPU. Kernels are native code: a folder is used only if nobody but its owner can
+write there, and the owner is this user (or root, for reading). Any trouble with the disk costs a compile, no more.
 
 Environment: FLEXBWD_CACHE=0 switches it off, FLEXBWD_CACHE_DIR moves it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
 import functools
 import hashlib
-import json
 import os
+import stat
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_ENTRY = "flexbwd_kernel"
-_LOCK_SECONDS = 120.0
-_ENV = ("CUTE_DSL_ARCH", "CUTE_DSL_LINEINFO", "CUTE_DSL_COMPILER_OPT", "CUTE_DSL_PTXAS_PATH")
+from flexbwd.errors import CacheNotice
+from flexbwd.jit import objects, tidy
+from flexbwd.jit.codec import canonical
+from flexbwd.jit.toolchain import NO_DRIVER, toolchain
+
+LOCK_SECONDS = 120.0
+ABOUT = "about.txt"
+_DAY_SECONDS = 86400.0
 
 
-def load_or_make(config: Any, make: Callable[[], Any]) -> Any:
-    """The kernel of `config` from disk, or `make()`, which is then stored. Any trouble with the disk only costs the
-    compile."""
-    folder = _folder()
-    if folder is None:
-        return make()
-    path = folder / f"{_key(config)}.o"
-    found = _load(path)
-    if found is not None:
-        return found
-    with _locked(path.with_suffix(".lock")) as mine:
-        found = _load(path)
+@dataclass(frozen=True)
+class Cache:
+    """Kernels of this toolchain under one root.
+
+    Attributes:
+        root: None switches everything off.
+        folders: where kernels are looked for, in this order.
+        store: where they are put: the first of `folders`, or None.
+    """
+
+    root: Path | None = None
+    folders: tuple[Path, ...] = ()
+    store: Path | None = None
+
+    @classmethod
+    def under(cls, root: Path) -> Cache:
+        """The cache under `root`, made if need be; says why not, once, if it cannot be used."""
+        tools = toolchain()
+        own, any_driver = root / tools.fingerprint(), root / tools.fingerprint(NO_DRIVER)
+        reason = _make(root, own)
+        if reason:
+            notice(f"{reason}; kernels are compiled anew in every process. Set FLEXBWD_CACHE_DIR to a folder of yours")
+        folders = [f for f in dict.fromkeys((own, any_driver)) if _trusted(f)]
+        if own in folders:
+            _mark_used(own)
+        return cls(root, tuple(folders), None if reason else own)
+
+    def find(self, config: Any) -> objects.Launch | None:
+        """The kernel of `config`, or None."""
+        if not self.folders:
+            return None
+        text = canonical(config)
+        for folder in self.folders:
+            found = _load(folder, text)
+            if found is not None:
+                return found
+        return None
+
+    def find_or_make(self, config: Any, make: Callable[[], Any]) -> tuple[objects.Launch, bool]:
+        """The kernel of `config` and whether `make()` (a compiled function of the DSL) made it, here and now."""
+        found = self.find(config)
         if found is not None:
-            return found
-        kernel = make()
-        if mine:
-            _store(path, kernel)
-        return kernel
+            return found, False
+        if self.store is None:
+            return make(), True
+        text = canonical(config)
+        with _locked(self.store / f"{key_of(text)}.lock") as mine:
+            found = _load(self.store, text)  # another process may have made it meanwhile
+            if found is not None:
+                return found, False
+            kernel = make()
+            if mine and _flavour_as_expected():
+                self._write(kernel, text)
+        return kernel, True
+
+    def _write(self, kernel: Any, text: str) -> None:
+        assert self.store is not None and self.root is not None
+        try:
+            objects.write(kernel, text, self.store / key_of(text))
+            tidy.once(self.root, keep=self.folders)
+        except OSError as error:
+            notice(f"{self.store} cannot be written ({error.strerror}); kernels are compiled anew in every process")
+        except Exception as error:
+            notice(f"a compiled kernel cannot be stored ({type(error).__name__}: {error})")
 
 
-def describe(value: Any) -> Any:
-    """`value` as plain JSON: dataclasses by class name and fields, enums and dtypes by their text."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # fields that take no part in equality (a mod's graph, whose hash is another field) take none here
-        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare}
-        return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
-    if isinstance(value, (tuple, list)):
-        return [describe(v) for v in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value.hex()
-    return f"{type(value).__name__}:{value}"
+def default() -> Cache:
+    """The cache that the environment asks for."""
+    if os.environ.get("FLEXBWD_CACHE", "1") == "0" or os.name != "posix":
+        return Cache()
+    return _default(root_folder())
 
 
-def _key(config: Any) -> str:
-    text = json.dumps(describe(config), sort_keys=True, separators=(",", ":"))
+_default = functools.cache(Cache.under)
+
+
+def root_folder() -> Path:
+    """FLEXBWD_CACHE_DIR, else the user's cache folder."""
+    named = os.environ.get("FLEXBWD_CACHE_DIR")
+    if named:
+        return Path(named).expanduser().absolute()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_path("flexbwd"))
+
+
+def key_of(text: str) -> str:
+    """File name, without suffix, of the configuration with the canonical `text`."""
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 @functools.cache
-def _fingerprint() -> str:
-    from importlib import metadata
-
-    facts: list[str] = [sys.platform, os.uname().machine]
-    for package in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "apache-tvm-ffi"):
-        try:
-            facts.append(f"{package}={metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            facts.append(f"{package}=?")
-    from cutlass.base_dsl import version_info
-
-    facts.append(f"flavour={version_info.CUDA_VERSION}")
-    facts += [f"{name}={os.environ.get(name, '')}" for name in _ENV]
-    digest = hashlib.sha256("\n".join(facts).encode())
-    root = Path(__file__).resolve().parents[1]
-    for source in sorted([*root.glob("sm90/**/*.py"), *root.glob("jit/*.py"), *root.glob("modgraph/**/*.py")]):
-        digest.update(str(source.relative_to(root)).encode())
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:32]
+def notice(reason: str) -> None:
+    """Say once why the cache does not help."""
+    warnings.warn(f"flexbwd: {reason}", CacheNotice, stacklevel=2)
 
 
-@functools.cache
-def _folder() -> Path | None:
-    if os.environ.get("FLEXBWD_CACHE", "1") == "0":
-        return None
-    from flexbwd.jit.compile import load_dsl
-
-    load_dsl()
+# -- folders -----------------------------------------------------------------------------------------------------------
+def _make(root: Path, own: Path) -> str:
+    """Make the folders; the reason why kernels cannot be stored there, or ""."""
     try:
-        folder = root_folder() / _fingerprint()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"the kernel cache {root} cannot be made ({error.strerror})"
+    for folder in (root, own):
+        if not _trusted(folder):
+            return f"the kernel cache {folder} belongs to another user, or others can write there"
+        if folder.stat().st_uid != os.getuid():
+            return f"the kernel cache {folder} belongs to root"
+    if not os.access(own, os.W_OK | os.X_OK):
+        return f"the kernel cache {own} cannot be written"
+    try:
+        about = own / ABOUT
+        if not about.exists():
+            about.write_text("\n".join([*toolchain().facts, f"driver={toolchain().driver}", ""]))
+    except OSError as error:
+        return f"the kernel cache {own} cannot be written ({error.strerror})"
+    return ""
+
+
+def _trusted(folder: Path) -> bool:
+    """Is it a folder where only this user, or root, could have put code?"""
+    try:
+        found = folder.stat()
     except OSError:
-        return None
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        return None  # someone else could put code there
-    return folder
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
 
 
-def root_folder() -> Path:
-    """Where the cache lives: FLEXBWD_CACHE_DIR, else the user's cache folder."""
-    named = os.environ.get("FLEXBWD_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "flexbwd"
-
-
-def _load(path: Path) -> Any | None:
+def _mark_used(folder: Path) -> None:
+    about = folder / ABOUT
     try:
-        want = path.with_suffix(".sum").read_text()
-        if hashlib.sha256(path.read_bytes()).hexdigest() != want:
-            return None
-        import cutlass.cute as cute
-
-        module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
-        kernel = getattr(module, _ENTRY)
-    except Exception:
-        return None
-    return _Loaded(module, kernel)
+        if time.time() - about.stat().st_mtime > _DAY_SECONDS:
+            os.utime(about)
+    except OSError:
+        pass  # read-only, or tidied away by another process
 
 
-class _Loaded:
-    """A function of a loaded object; keeps the object loaded."""
+# -- entries -----------------------------------------------------------------------------------------------------------
+def _load(folder: Path, text: str) -> objects.Launch | None:
+    for suffix in (objects.LIBRARY, objects.OBJECT):
+        path = folder / (key_of(text) + suffix)
+        try:
+            if path.is_file() and objects.sound(path, text):
+                return objects.load(path)
+        except Exception:
+            continue  # truncated, foreign, or made for other libraries: compile
+    return None
 
-    __slots__ = ("_kernel", "_module")
 
-    def __init__(self, module: Any, kernel: Any) -> None:
-        self._module, self._kernel = module, kernel
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._kernel(*arguments)
-
-
-def _store(path: Path, kernel: Any) -> None:
-    suffix = f".{os.getpid()}.{time.monotonic_ns()}.tmp"
-    temporary, total = path.with_suffix(suffix + ".o"), path.with_suffix(suffix)
-    try:
-        kernel.export_to_c(str(temporary), function_name=_ENTRY)
-        total.write_text(hashlib.sha256(temporary.read_bytes()).hexdigest())
-        os.replace(temporary, path)
-        os.replace(total, path.with_suffix(".sum"))
-    except Exception:
-        for leftover in (temporary, total):
-            leftover.unlink(missing_ok=True)
+def _flavour_as_expected() -> bool:
+    """Did the DSL choose the flavour that the fingerprint names?"""
+    version = sys.modules.get("cutlass.base_dsl.version_info")
+    return version is None or version.CUDA_VERSION.major == toolchain().flavour
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the key's lock; yields False, without it, when it cannot be had in time: compile, but store nothing."""
+    """Hold the key's lock; yields False, without it, when it cannot be had: compile, but store nothing."""
+    import filelock
+
+    lock = filelock.FileLock(path, mode=0o600)
     try:
-        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    except OSError:
+        lock.acquire(timeout=LOCK_SECONDS)
+    except (OSError, NotImplementedError, filelock.Timeout):
         yield False
         return
     try:
-        yield _acquire(handle)
+        yield True
     finally:
-        os.close(handle)
-
-
-def _acquire(handle: int) -> bool:
-    give_up = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > give_up:
-                return False
-            time.sleep(0.02)
-        except OSError:
-            return False
+        lock.release()

@@ -1,62 +1,128 @@
-"""Compile a kernel once per configuration.
+"""Compile a kernel once per configuration, and launch it without looking it up again.
 
-# config: a frozen dataclass of plain values; build() -> (jit function, fake arguments)
-kernel = compiled(config, build)
-kernel(q, k, v, ...)                  # torch tensors and numbers, on torch's current stream
+    kernel = kernel_of(config, "flexbwd.sm90.forward.call:build")    # config: a frozen dataclass of plain values
+    kernel.run(q, k, v, ...)                                         # torch tensors and numbers, torch's current stream
 
-A kernel is looked up in memory, then on disk (`cache.py`), then compiled. The DSL is not thread-safe, so all
-tracing is under one lock.
+`build(config)` gives (jit function, fake arguments). It is named, not passed, so that neither this process nor the one
+that compiles for it (warm.py) imports the DSL before something must be compiled: a module that holds configurations
+must not import `cutlass` at its top. A function at the top level of a module will do as well.
+
+A kernel is looked up in memory, then on disk (`cache.py`), then compiled. `kernel_of` hashes the configuration; a call
+site that launches often keeps the `Kernel` and calls `kernel.run`, which after the first call is the compiled function
+itself.
 """
 
 from __future__ import annotations
 
-import os
-import threading
+import time
+from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
-from flexbwd.jit import cache
+from flexbwd.jit import alarm, cache, codec, dsl
+from flexbwd.jit.dsl import compile_now, load_dsl
+from flexbwd.jit.toolchain import ARCH, OPTIONS
 
-Build = Callable[[], tuple[Any, tuple[Any, ...]]]
-Kernel = Callable[..., Any]
+__all__ = ["ARCH", "OPTIONS", "Build", "Event", "Kernel", "compile_now", "compiled", "events", "forget", "kernel_of",
+           "load_dsl"]  # fmt: skip
 
-OPTIONS = "--enable-tvm-ffi"
-ARCH = "sm_90a"
+Parts = tuple[Any, tuple[Any, ...]]  # jit function, fake arguments
+Build = str | Callable[[Any], Parts]
+Launch = Callable[..., Any]
+
+
+class Event(NamedTuple):
+    """A kernel that was compiled, or loaded from disk."""
+
+    name: str
+    how: str  # "compiled", "loaded"
+    seconds: float
+
+
+#: The latest ones of this process.
+events: deque[Event] = deque(maxlen=1024)
+
+
+class Kernel:
+    """One kernel of one configuration. `run(*arguments)` launches it; the first call looks it up or compiles it."""
+
+    __slots__ = ("build", "config", "is_ready", "run")
+
+    def __init__(self, config: Hashable, build: Build) -> None:
+        self.config, self.build = config, build
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is in memory."""
+        self.is_ready = False
+        self.run: Launch = self._first
+
+    def __repr__(self) -> str:
+        return f"Kernel({name_of(self.config)}{'' if self.is_ready else ', not compiled'})"
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.run(*arguments)
+
+    def load(self, store: cache.Cache | None = None) -> bool:
+        """Bring it from disk, without compiling; True when it is in memory."""
+        if not self.is_ready:
+            begin = time.perf_counter()
+            found = (cache.default() if store is None else store).find(self.config)
+            if found is not None:
+                self._take(found, "loaded", begin)
+        return self.is_ready
+
+    def ready(self, store: cache.Cache | None = None) -> Launch:
+        """The compiled function, from memory, from disk, or compiled now."""
+        if self.is_ready:
+            return self.run
+        with dsl.lock:
+            if self.is_ready:  # another thread was first
+                return self.run
+            begin = time.perf_counter()
+            store = cache.default() if store is None else store
+            found, new = store.find_or_make(self.config, self._compile)
+            self._take(found, "compiled" if new else "loaded", begin)
+        return self.run
+
+    def _first(self, *arguments: Any) -> Any:
+        return self.ready()(*arguments)
+
+    def _compile(self) -> Any:
+        name = name_of(self.config)
+        alarm.check(name)
+        dsl.load_dsl()
+        build: Callable[[Any], Parts] = codec.find(self.build) if isinstance(self.build, str) else self.build
+        return compile_now(lambda: build(self.config), name=name)
+
+    def _take(self, found: Launch, how: str, begin: float) -> None:
+        events.append(Event(name_of(self.config), how, time.perf_counter() - begin))
+        self.run = found
+        self.is_ready = True
+
 
 _kernels: dict[Hashable, Kernel] = {}
-_lock = threading.RLock()
 
 
-def load_dsl() -> Any:
-    """Import the CuTe DSL for sm_90a; without a GPU its default would be another architecture."""
-    os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
-    import cutlass.cute as cute
-
-    return cute
+def kernel_of(config: Hashable, build: Build) -> Kernel:
+    """The kernel of `config`: the same object for equal configurations. Compiles nothing yet."""
+    found = _kernels.get(config)
+    return _kernels.setdefault(config, Kernel(config, build)) if found is None else found
 
 
-def compiled(config: Hashable, build: Build) -> Kernel:
-    """The kernel of `config`; `build` is called only when neither memory nor disk has it."""
-    kernel = _kernels.get(config)
-    if kernel is not None:
-        return kernel
-    with _lock:
-        kernel = _kernels.get(config)
-        if kernel is None:
-            kernel = cache.load_or_make(config, lambda: compile_now(build))
-            _kernels[config] = kernel
-    return kernel
-
-
-def compile_now(build: Build, options: str = OPTIONS) -> Any:
-    """Trace and compile, whatever the caches hold."""
-    with _lock:
-        cute = load_dsl()
-        function, arguments = build()
-        return cute.compile(function, *arguments, options=options)
+def compiled(config: Hashable, build: Callable[[], Parts]) -> Launch:
+    """The compiled function of `config`, brought or made now; `build` takes no arguments."""
+    return kernel_of(config, lambda _: build()).ready()
 
 
 def forget() -> None:
-    """Drop every kernel held in memory."""
-    with _lock:
+    """Drop every kernel held in memory, also those that call sites keep."""
+    with dsl.lock:
+        for kernel in _kernels.values():
+            kernel.forget()
         _kernels.clear()
+
+
+def name_of(config: Any) -> str:
+    """What a configuration is called in messages: its `label`, or its fields."""
+    return str(getattr(config, "label", "") or config)

@@ -42,13 +42,16 @@ def bounds(root: Node, ranges: Mapping[str, tuple[Array, Array]], captures: Sequ
 
 
 class IntervalProgram:
-    """`bounds` for repeated use: the captured tensors are read and indexed once."""
+    """`bounds` for repeated use: the captured tensors are read and indexed once. None: loads may be anything."""
 
-    def __init__(self, root: Node, captures: Sequence[Tensor]):
+    def __init__(self, root: Node, captures: Sequence[Tensor] | None):
         self.root = root
         self.nodes = list(topological([root]))
         used = {int(n.attr) for n in self.nodes if n.op == "load"}  # type: ignore[call-overload]
-        self.captures = {slot: CaptureBounds(_host_array(captures[slot])) for slot in used}
+        if captures is None:
+            self.captures = {}
+        else:
+            self.captures = {slot: CaptureBounds(_host_array(captures[slot])) for slot in used}
         self.forms = linear_forms(self.nodes)
 
     def __call__(self, ranges: Mapping[str, tuple[Array, Array]]) -> Interval:
@@ -105,8 +108,8 @@ class _Walk:
         return Range(lo, lo if given[1] is given[0] else np.asarray(given[1], dtype=np.int64))
 
     def _load(self, node: Node, index: Sequence[Interval]) -> Interval:
-        capture = self.program.captures[int(node.attr)]  # type: ignore[call-overload]
-        if capture.values.size == 0:
+        capture = self.program.captures.get(int(node.attr))  # type: ignore[call-overload]
+        if capture is None or capture.values.size == 0:
             return whole(node.dtype)
         lo, hi, nan = capture.query([(i[0], i[1]) for i in index])
         return _typed_load(lo, hi, nan, node.dtype, exact=capture.values.dtype != np.float64)

@@ -10,10 +10,11 @@ import cutlass
 from cutlass import Float32, Int32
 from cutlass._mlir.dialects import arith
 
-from flexbwd.modgraph.ir import I32, Node
+from flexbwd.modgraph.ir import I32
 from flexbwd.modgraph.to_cute.evaluate import Evaluator
 from flexbwd.modgraph.to_cute.kinds import SCALE, SCALE_LOG2, Kind
-from flexbwd.modgraph.to_cute.loads import Captures
+from flexbwd.modgraph.to_cute.loads import Captures, Source
+from flexbwd.modgraph.to_cute.masks import LANES, Columns, Predicates, WordMaker
 from flexbwd.modgraph.to_cute.ops import LN_2, Emit
 from flexbwd.modgraph.to_cute.prepare import Site
 from flexbwd.sm90.mods import Axis, Limits, ModConfig
@@ -49,8 +50,8 @@ class Head:
             kv = rest.pop(0) if config.base.kv_block else None
             bases, b, h = Bases(b_off, h_off, q, kv), b + b_off, h + h_off
         emit = Emit(config.precision == "fast", config.host)
-        empty = frozenset(k.slot for k in config.captures if k.empty)
-        captures = Captures(emit, {k.slot: a for k, a in zip(config.captures, rest, strict=False)}, empty)
+        keys = [k for k in config.captures if not k.empty]
+        captures = Captures(emit, {k.slot: Source(a, k.unit, k.wide) for k, a in zip(keys, rest, strict=False)})
         scale_log2 = Float32(scale_log2)
         inputs = {
             "b": Int32(b).ir_value(),
@@ -112,10 +113,10 @@ class Tile:
         return self.rows.head.config
 
     def _each(self) -> list[tuple[int, int, int, int]]:
-        """(row, column, q offset, kv offset) of every element."""
+        """(row, column, q offset, kv offset) of every element, column by column."""
         found = []
-        for r, x in enumerate(self.rows.axis.offsets):
-            for j, y in enumerate(self.axis.offsets):
+        for j, y in enumerate(self.axis.offsets):
+            for r, x in enumerate(self.rows.axis.offsets):
                 found.append((r, j, x, y) if self.rows.rows_are == "q" else (r, j, y, x))
         return found
 
@@ -135,7 +136,7 @@ class Tile:
             return
         at = self.evaluator
         for r, j, q, kv in self._each():
-            at.element(q, kv, Float32(frag[r, j]).ir_value())
+            at.element(Float32(frag[r, j]).ir_value())
             frag[r, j] = Float32(at.value(graph.score, q, kv))
             if factor is not None:
                 value = Float32(1.0) if graph.factor is None else Float32(at.value(graph.factor, q, kv))
@@ -144,41 +145,109 @@ class Tile:
     def times_factor(self, frag: Any, factor: Any = None) -> None:
         """frag *= ds'/ds, 0 where frag is 0."""
         graph, at = self.config.graph, self.evaluator
-        if factor is None and (graph is None or graph.factor is None):
+        if graph is None or graph.factor is None:
             return
         for r, j, q, kv in self._each():
             if factor is None:
-                at.element(q, kv, None)
+                at.element(None)
                 value = Float32(at.value(graph.factor, q, kv))
             else:
                 value = Float32(factor[r, j])
-            x = frag[r, j]
-            frag[r, j] = Float32(cutlass.select_(x == 0.0, Float32(0.0), x * value))
+            x = Float32(frag[r, j])
+            product = x * value
+            if not graph.factor_finite:
+                product = Float32(cutlass.select_(x == 0.0, Float32(0.0), product))
+            frag[r, j] = product
 
     def mask(self, frag: Any, partial: bool, limits: Limits | None = None) -> None:
         """-inf where not kept."""
         graph = self.config.graph
-        predicates = [] if graph is None else [graph.keep, graph.mask if partial else None]
-        wanted = [p for p in predicates if p is not None]
-        if not wanted and limits is None:
+        found = [] if graph is None else [graph.keep, graph.mask if partial else None]
+        wanted = [p for p in found if p is not None]
+        bounds = MaskLimits.of(self, limits)
+        if not wanted and bounds.is_empty:
             return
-        for r, j, q, kv in self._each():
-            kept = self._kept(wanted, q, kv)
-            kept += self._within(limits or Limits(), r, j)
-            both = kept[0]
-            for k in kept[1:]:
-                both = arith.andi(both, k)
-            frag[r, j] = Float32(arith.select(both, Float32(frag[r, j]).ir_value(), Float32(-Float32.inf).ir_value()))
+        predicates = None if not wanted else Predicates(self.evaluator, bounds.maker, self._column, wanted)
+        words, singles = ([], []) if predicates is None else predicates.parts()
+        lowest = Float32(-Float32.inf).ir_value()
+        for j in range(len(self.axis.offsets)):
+            for r, row in enumerate(self.rows.axis.offsets):
+                kept = bounds.kept(r, j, [predicates.word(w, row, j // LANES) for w in words])
+                kept += [predicates.holds(n, row, j) for n in singles]
+                both = kept[0]
+                for k in kept[1:]:
+                    both = arith.andi(both, k)
+                frag[r, j] = Float32(arith.select(both, Float32(frag[r, j]).ir_value(), lowest))
 
-    def _kept(self, roots: list[Node], q: int, kv: int) -> list[Any]:
-        if not roots:
-            return []
-        self.evaluator.element(q, kv, None)
-        return [self.evaluator.value(n, q, kv) for n in roots]
+    @property
+    def _column(self) -> str:
+        return "kv_idx" if self.rows.rows_are == "q" else "q_idx"
 
-    def _within(self, limits: Limits, r: int, j: int) -> list[Any]:
-        row, col = self.rows.axis.first + self.rows.axis.offsets[r], self.axis.first + self.axis.offsets[j]
-        distance = row - col if self.rows.rows_are == "q" else col - row
+    @property
+    def sites(self) -> list[CaptureGrad]:
+        return [] if self.config.graph is None else [CaptureGrad(self, s) for s in self.config.graph.sites]
+
+
+class MaskLimits:
+    """Row and column ends and a band, as words where columns can be counted, in local coordinates."""
+
+    def __init__(self, tile: Tile, maker: WordMaker, limits: Limits) -> None:
+        self.tile, self.maker, self.limits = tile, maker, limits
+        self._words: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, tile: Tile, limits: Limits | None) -> MaskLimits:
+        emit = Emit(host=tile.config.host) if tile.evaluator is None else tile.evaluator.emit
+        columns = Columns(Int32(tile.axis.first).ir_value(), tile.axis.offsets)
+        return cls(tile, WordMaker(emit, columns), limits or Limits())
+
+    @property
+    def is_empty(self) -> bool:
+        return all(x is None for x in self.limits)
+
+    def kept(self, r: int, j: int, words: list[Any]) -> list[Any]:
+        """Is element [r, j] within the limits and set in all `words` (of its row and chunk)? [] without any test."""
+        if not self.maker.columns.countable:
+            return self._compared(r, j) + [self.maker.emit.bit(w, j % LANES) for w in words]
+        key = (r, j // LANES)
+        if key not in self._words:
+            words = words + self._limit_words(r, j // LANES)
+            both = words[0] if words else None
+            for w in words[1:]:
+                both = arith.andi(both, w)
+            self._words[key] = both
+        both = self._words[key]
+        return [] if both is None else [self.maker.emit.bit(both, j % LANES)]
+
+    def _limit_words(self, r: int, chunk: int) -> list[Any]:
+        """Thresholds: columns below an end; in a band, columns between two places that move with the row."""
+        limits, maker, axis = self.limits, self.maker, self.tile.rows.axis
+        row, step = axis.first, axis.offsets[r]
+        found = []
+        if limits.row_end is not None:
+            found.append(maker.everywhere((row + step < limits.row_end).ir_value()))
+        ends, starts = [], []
+        if limits.col_end is not None:
+            ends.append((limits.col_end, 0))
+        by_query = self.tile.rows.rows_are == "q"
+        if limits.lo is not None:  # rows are queries: kv <= q - lo;  rows are keys: q >= kv + lo
+            (ends if by_query else starts).append(((row - limits.lo + 1) if by_query else (row + limits.lo), step))
+        if limits.hi is not None:
+            (starts if by_query else ends).append(((row - limits.hi) if by_query else (row + limits.hi + 1), step))
+        found += [self._below(end, move, chunk) for end, move in ends]
+        return found + [maker.inverse(self._below(start, move, chunk)) for start, move in starts]
+
+    def _below(self, end: Any, move: int, chunk: int) -> Any:
+        columns = self.maker.columns
+        if move % columns.period:
+            return self.maker.below(self.maker.count(Int32(end + move).ir_value()), 0, chunk)
+        count = self.maker.count(Int32(end).ir_value())
+        return self.maker.below(count, move // columns.period * columns.per_period, chunk)
+
+    def _compared(self, r: int, j: int) -> list[Any]:
+        limits, tile = self.limits, self.tile
+        row, col = tile.rows.axis.first + tile.rows.axis.offsets[r], tile.axis.first + tile.axis.offsets[j]
+        distance = row - col if tile.rows.rows_are == "q" else col - row
         tests = []
         if limits.row_end is not None:
             tests.append(row < limits.row_end)
@@ -189,10 +258,6 @@ class Tile:
         if limits.hi is not None:
             tests.append(distance <= limits.hi)
         return [cutlass.Boolean(t).ir_value() for t in tests]
-
-    @property
-    def sites(self) -> list[CaptureGrad]:
-        return [] if self.config.graph is None else [CaptureGrad(self, s) for s in self.config.graph.sites]
 
 
 @dataclass(frozen=True)
@@ -223,13 +288,12 @@ class CaptureGrad:
 
     def _indices(self, q: int, kv: int) -> list[Any]:
         at = self.tile.evaluator
-        return at.captures.indices(self.site.load, [at.value(a, q, kv) for a in self.site.load.args],
-                                   at.graph.guards[self.site.load])  # fmt: skip
+        return at.captures.index(self.site.load, at.places(self.site.load, q, kv))
 
     def _at(self, r: int, j: int, raw: Any, make: Callable[[int, int], Any]) -> Any:
         x, y = self.tile.rows.axis.offsets[r], self.tile.axis.offsets[j]
         q, kv = (x, y) if self.tile.rows.rows_are == "q" else (y, x)
-        self.tile.evaluator.element(q, kv, None if raw is None else Float32(raw).ir_value())
+        self.tile.evaluator.element(None if raw is None else Float32(raw).ir_value())
         return make(q, kv)
 
 

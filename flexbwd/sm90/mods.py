@@ -50,7 +50,7 @@ from flexbwd.errors import UnsupportedError
 from flexbwd.modgraph.extents import Extents
 from flexbwd.modgraph.ir import canonical_hash, topological
 from flexbwd.modgraph.modplan import JClass, ModPlan
-from flexbwd.modgraph.to_cute.prepare import ModGraph, prepare
+from flexbwd.modgraph.to_cute.prepare import Lowering, ModGraph, prepare
 from flexbwd.sparsity.tensors import IndexBase
 
 _DSL_TYPES = {
@@ -104,12 +104,16 @@ class CaptureKey:
     unit: int  # dimension of stride 1, or -1
     number: bool  # a 0-dim CPU tensor: passed by value
     empty: bool
+    wide: bool  # offsets need 64 bits
 
     @classmethod
     def of(cls, slot: int, tensor: Tensor) -> CaptureKey:
         number = tensor.dim() == 0 and tensor.device.type == "cpu"
         unit = next((d for d in reversed(range(tensor.dim())) if tensor.stride(d) == 1 and tensor.shape[d] > 1), -1)
-        return cls(slot, _DSL_TYPES[tensor.dtype], max(tensor.dim(), 1), unit, number, tensor.numel() == 0)
+        strides = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+        span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        wide = max([span, *strides, 0]) >= 2**31
+        return cls(slot, _DSL_TYPES[tensor.dtype], max(tensor.dim(), 1), unit, number, tensor.numel() == 0, wide)
 
     def argument(self, tensor: Tensor) -> Any:
         """The run-time value of a kernel argument."""
@@ -130,7 +134,8 @@ class CaptureKey:
             wide = self.dtype == "Int64"
             return cutlass.Int64(0) if wide else (cutlass.Float32(0.0) if "Float" in self.dtype else cutlass.Int32(0))
         shape = tuple(cute.sym_int32() for _ in range(self.rank))
-        stride = tuple(1 if d == self.unit else cute.sym_int64() for d in range(self.rank))
+        step = cute.sym_int64 if self.wide else cute.sym_int32
+        stride = tuple(1 if d == self.unit else step() for d in range(self.rank))
         return make_fake_tensor(dtype, shape, stride, assumed_align=dtype.width // 8)
 
 
@@ -172,18 +177,21 @@ class ModConfig:
         if config is None:
             config = known[facts, use, base_key] = cls._make(mods, captures, use, base_key)
         arguments = () if base is None else _base_arguments(base)
-        arguments += tuple(key.argument(captures[key.slot]) for key in config.captures)
+        arguments += tuple(key.argument(captures[key.slot]) for key in config.captures if not key.empty)
         return config, arguments or (0,)
 
     @classmethod
     def _make(cls, mods: ModPlan, captures: Sequence[Tensor], use: ModUse, base: BaseKey | None) -> ModConfig:
-        graph = prepare(mods, use.backward, use.partial)
+        fast = use.precision == "fast"
+        lowering = Lowering(use.extents, use.tile, use.backward, use.partial, fast, base is not None)
+        graph = prepare(mods, captures, lowering)
         if not graph.roots:
             return cls(host=use.host)
         slots = sorted({int(n.attr) for n in topological(graph.roots) if n.op == "load"})  # type: ignore[call-overload]
-        guards = sorted((canonical_hash([n]), [g.value for g in gs]) for n, gs in graph.guards.items())
+        guards = sorted((canonical_hash([n]), gs) for n, gs in graph.guards.items())
+        nonnegative = sorted(canonical_hash([n]) for n in graph.nonnegative if n.op in ("fdiv", "mod", "tdiv", "fmod"))
         present = [r is not None for r in (graph.score, graph.factor, graph.keep, graph.mask)]
-        key = canonical_hash(graph.roots, extra=repr((guards, present, len(graph.sites))))
+        key = canonical_hash(graph.evaluated, extra=repr((guards, nonnegative, present, len(graph.sites))))
         keys = tuple(CaptureKey.of(s, captures[s]) for s in slots)
         j_class = mods.j_class if use.backward else JClass.ONE
         return cls(key, keys, base, use.precision, use.host, j_class, graph)
@@ -210,7 +218,7 @@ class ModConfig:
         if self.base is not None:
             found += [Int32(0), Int32(0)]
             found += [fake_compact(torch.int32, 1) for block in (self.base.q_block, self.base.kv_block) if block]
-        found += [key.fake() for key in self.captures]
+        found += [key.fake() for key in self.captures if not key.empty]
         return tuple(found) or (Int32(0),)
 
     def head(self, arguments: tuple[Any, ...], b: Any, h: Any, scale_log2: Any) -> Any:

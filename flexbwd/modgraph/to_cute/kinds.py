@@ -40,11 +40,12 @@ def kinds(roots: Iterable[Node]) -> dict[Node, Kind]:
     forms = affine_forms(roots)
     found: dict[Node, Kind] = {}
     for node in topological(roots):
-        found[node] = _kind(node, found, forms)
+        found[node] = kind_of_node(node, found, forms)
     return found
 
 
-def _kind(node: Node, found: Mapping[Node, Kind], forms: Mapping[Node, Affine]) -> Kind:
+def kind_of_node(node: Node, found: Mapping[Node, Kind], forms: Mapping[Node, Affine]) -> Kind:
+    """The kind of `node`, whose operands' are `found`; `forms` are affine forms."""
     if node.op == "in":
         return _POSITION.get(str(node.attr), Kind.UNIFORM)
     form = forms.get(node)

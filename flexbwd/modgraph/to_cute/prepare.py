@@ -1,23 +1,50 @@
 """Mod graphs made ready for a kernel, without the DSL.
 
 The score becomes scale * raw, the result s' * log2(e), so that a plain exp2 follows; both factors go to where they
-cost least. Every load gets its guard, from the lengths the kernel runs with.
+cost least (`fold.py`). Integers lose what the lengths make needless (`lanes.py`), predicates become words where they
+can (`words.py`), and every load gets its guard.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from flexbwd.cpu.finite import always_finite
 from flexbwd.modgraph.affine import affine_forms
 from flexbwd.modgraph.analyze import exactness
-from flexbwd.modgraph.ir import Node, topological
-from flexbwd.modgraph.modplan import Guard, LoadClass, ModPlan
+from flexbwd.modgraph.extents import Extents
+from flexbwd.modgraph.ir import Builder, Node, topological
+from flexbwd.modgraph.modplan import LoadClass, ModPlan
 
-from .kinds import RAW, SCALE, Kind, LoweringBuilder, kinds
+from .fold import KindTable, decompose, fold
+from .kinds import RAW, SCALE, Kind, LoweringBuilder
+from .lanes import Integers, guard_of, lane_bounds, padded
+from .lines import slopes
+from .words import Run, Runs
 
 LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What a graph is prepared for.
+
+    Attributes:
+        extents: local lengths.   tile: (query rows, key rows) that lanes come in.
+        backward: the factor and the captured gradients too.   partial: mask_mod too.
+        fast: approximate forms.   based: an IndexBase moves the coordinates.
+    """
+
+    extents: Extents
+    tile: tuple[int, int]
+    backward: bool = False
+    partial: bool = True
+    fast: bool = True
+    based: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,57 +62,110 @@ class ModGraph:
     """What a kernel evaluates. Roots are None where there is nothing to do.
 
     Attributes:
-        score: s' * log2(e) of RAW, SCALE, SCALE_LOG2.   factor: ds'/ds, where it is not 1.
+        score: s' * log2(e) of RAW and SCALE.   factor: ds'/ds, where it is not 1; `factor_finite`: for any lane.
         keep, mask: predicates; score_keep on every tile, mask_mod on partial tiles.
-        slopes: for nodes of one coordinate (or one difference) that are straight lines in it, the slope: an int, or
-            for floats a uniform node.
+        exact: float nodes that take no approximate form.
+        guards: bits by load and dimension.   nonnegative: integer nodes that are >= 0 in every lane.
+        shifts: integer nodes affine in (q_idx, kv_idx): their coefficients.
+        slopes: float nodes that are straight lines: see `lines.py`.
+        runs: by column coordinate, comparisons that keep runs of columns.
     """
 
     score: Node | None
     factor: Node | None
     keep: Node | None
     mask: Node | None
-    sites: tuple[Site, ...]
-    kinds: Mapping[Node, Kind]
-    exact: frozenset[Node]
-    guards: Mapping[Node, tuple[Guard, ...]]
-    nonnegative: frozenset[Node]
-    shifts: Mapping[Node, tuple[int, int]]  # integer nodes affine in (q_idx, kv_idx): their coefficients
+    sites: tuple[Site, ...] = ()
+    factor_finite: bool = True
+    kinds: KindTable = field(default_factory=KindTable)
+    exact: frozenset[Node] = frozenset()
+    guards: Mapping[Node, tuple[int, ...]] = field(default_factory=dict)
+    nonnegative: frozenset[Node] = frozenset()
+    shifts: Mapping[Node, tuple[int, int]] = field(default_factory=dict)
+    slopes: Mapping[Node, Node] = field(default_factory=dict)
+    runs: Mapping[str, Mapping[Node, Run]] = field(default_factory=dict)
 
     @property
     def roots(self) -> list[Node]:
+        """What a kernel asks for."""
         found = [r for r in (self.score, self.factor, self.keep, self.mask) if r is not None]
         for site in self.sites:
-            found += [site.jacobian, *site.load.args]
+            found += [site.jacobian, site.load]
         return found
 
+    @property
+    def evaluated(self) -> list[Node]:
+        """The roots, and what their short cuts are computed from."""
+        extra = [n for runs in self.runs.values() for run in runs.values() for n in run.nodes]
+        return [*self.roots, *self.slopes.values(), *extra]
 
-def prepare(mods: ModPlan, backward: bool, partial: bool) -> ModGraph:
-    """The graphs of one kernel; guards are `Guard.CLAMP` until `with_bounds`."""
+
+def prepare(mods: ModPlan, captures: Sequence[Tensor], use: Lowering) -> ModGraph:
+    """The graphs of one kernel.
+
+    Args:
+        captures: by load slot; only their shapes are read.
+    """
     builder = LoweringBuilder()
+    roots, sites = _copies(mods, use, builder)
+    present = [r for r in roots if r is not None]
+    flat = [*present, *(n for s in sites for n in (s.jacobian, s.load))]
+    flat = Integers(builder, lane_bounds(flat, use.extents, use.based)).rebuild(flat)
+    kinds = KindTable()
+    if use.fast:
+        flat = decompose(builder, flat, exactness(flat), kinds)
+    flat = fold(builder, flat, exactness(flat), kinds)
+    rest = iter(flat)
+    score, factor, keep, mask = (None if r is None else next(rest) for r in roots)
+    sites = tuple(Site(jacobian=next(rest), load=next(rest), kind=s.kind, slot=s.slot) for s in sites)
+    graph = ModGraph(score, factor, keep, mask, sites, factor is None or _finite(factor, kinds), kinds)
+    return _analysed(graph, builder, captures, use)
+
+
+def _copies(mods: ModPlan, use: Lowering, builder: Builder) -> tuple[list[Node | None], tuple[Site, ...]]:
+    """[score, factor, keep, mask] in terms of RAW, and the sites."""
     scaled = builder.emit("mul", builder.input(RAW), builder.input(SCALE))
-    old_score = next((n for n in mods.builder._table.values() if n.op == "in" and n.attr == "score"), None)
-    replace = {} if old_score is None else {old_score: scaled}
+    replace = {mods.builder.input("score"): scaled}
 
-    def copy(node: Node | None) -> Node | None:
-        return None if node is None else builder.substitute([node], replace)[0]
+    def copy(node: Node) -> Node:
+        return builder.substitute([node], replace)[0]
 
-    score = factor = None
+    roots: list[Node | None] = [None, None, None, None]
     sites: tuple[Site, ...] = ()
     if not mods.is_identity:
-        score = builder.emit("mul", copy(mods.forward), builder.const(LOG2_E))
-        if backward:
-            factor = None if mods.j_score.is_value(1) else copy(mods.j_score)
-            sites = tuple(
-                Site(copy(s.node), copy(s.jacobian), s.kind, s.slot) for s in mods.loads if s.jacobian is not None
-            )
-    keep, mask = copy(mods.score_keep), copy(mods.mask) if partial else None
-    roots = [r for r in (score, factor, keep, mask) if r is not None]
-    for site in sites:
-        roots += [site.jacobian, *site.load.args]
-    nodes = list(topological(roots))
-    guards = {n: (Guard.CLAMP,) * len(n.args) for n in nodes if n.op == "load"}
-    shifts = {n: (f.q, f.kv) for n, f in affine_forms(roots).items() if f.q or f.kv}
-    return ModGraph(
-        score, factor, keep, mask, sites, kinds(roots), frozenset(exactness(roots)), guards, frozenset(), shifts
-    )
+        roots[0] = builder.emit("mul", copy(mods.forward), builder.const(LOG2_E))
+        if use.backward:
+            roots[1] = None if mods.j_score.is_value(1) else copy(mods.j_score)
+            found = [(s, s.jacobian) for s in mods.loads if s.jacobian is not None]
+            sites = tuple(Site(copy(s.node), copy(j), s.kind, s.slot) for s, j in found)
+    roots[2] = None if mods.score_keep is None else copy(mods.score_keep)
+    roots[3] = None if mods.mask is None or not use.partial else copy(mods.mask)
+    return roots, sites
+
+
+def _finite(factor: Node, kinds: KindTable) -> bool:
+    """Can 0 * factor only be 0? One of a whole head that is not finite has spoilt that head's gradient anyway."""
+    return kinds[factor] is Kind.UNIFORM or always_finite(factor)
+
+
+def _analysed(graph: ModGraph, builder: Builder, captures: Sequence[Tensor], use: Lowering) -> ModGraph:
+    from dataclasses import replace
+
+    roots = graph.roots
+    bounds = lane_bounds(roots, padded(use.extents, use.tile), use.based)
+    exact = frozenset(exactness(roots))
+    runs = {column: Runs(builder, roots, column, bounds).found for column in ("q_idx", "kv_idx")}
+    graph = replace(graph, runs=runs, exact=exact)
+    shifts = _shifts(graph.evaluated)
+    graph = replace(graph, slopes=slopes(builder, roots, graph.kinds, shifts, exact, bounds))
+    nodes = list(topological(graph.evaluated))
+    guards = {}
+    for load in (n for n in nodes if n.op == "load"):
+        sizes = captures[int(load.attr)].shape  # type: ignore[call-overload]
+        guards[load] = tuple(guard_of(i, n, bounds) for i, n in zip(load.args, sizes, strict=True))
+    nonnegative = frozenset(n for n in nodes if n in bounds and bounds[n][0] >= 0)
+    return replace(graph, guards=guards, nonnegative=nonnegative, shifts=_shifts(graph.evaluated))
+
+
+def _shifts(roots: Sequence[Node]) -> dict[Node, tuple[int, int]]:
+    return {n: (f.q, f.kv) for n, f in affine_forms(roots).items() if f.q or f.kv}

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from flexbwd import flex_attention, planning, warmup
+from flexbwd import built_lists, flex_attention, planning, warmup
 from flexbwd.reference import attention_reference
 from flexbwd.testing import make_case
 
@@ -96,7 +96,7 @@ def test_warmup_builds_what_the_call_uses():
     mask = lambda b, h, i, j: i >= j  # noqa: E731
     planning.clear_caches()
     warmup(case.query, case.key, case.value, mask_mod=mask)
-    built = planning.BuiltLists.find_or_build
+    built = built_lists.BuiltLists.find_or_build
     seen = []
 
     def spy(self, *args):
@@ -104,11 +104,11 @@ def test_warmup_builds_what_the_call_uses():
         seen.append((built(self, *args), before))
         return seen[-1][0]
 
-    planning.BuiltLists.find_or_build = spy
+    built_lists.BuiltLists.find_or_build = spy
     try:
         flex_attention(case.query, case.key, case.value, mask_mod=mask)
     finally:
-        planning.BuiltLists.find_or_build = built
+        built_lists.BuiltLists.find_or_build = built
     lists, before = seen[0]
     assert any(lists is kept.lists for kept in before)
 
