@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexbwd.errors import MaskError, OptionError
+from flexbwd.errors import DeviceError, MaskError, OptionError
 
 from .block_mask import BlockMask
 from .build import build_lists
@@ -65,7 +65,7 @@ def create_block_mask(
             f"mask_mod is a {type(mask_mod).__name__}; it must be a function (b, h, q_idx, kv_idx) -> bool, or a bool "
             "tensor. Use noop_mask to keep everything"
         )
-    where = _device_of(mask_mod) if device is None else torch.empty(0, device=device).device
+    where = _device_of(mask_mod) if device is None else _usable(device)
     if is_traceable(mask_mod, where):
         lists: BlockLists = build_lists(
             *traced(mask_mod, where), B, H, Q_LEN, KV_LEN, size, index_base=index_base, device=where
@@ -87,7 +87,7 @@ def _from_tensor(
 ) -> BlockMask:
     if index_base is not None:
         raise OptionError("index_base is given with a mask tensor, which has no coordinates to move; leave it out")
-    lists = tabulate_tensor(mask, *sizes, block_size, mask.device if device is None else device)
+    lists = tabulate_tensor(mask, *sizes, block_size, mask.device if device is None else _usable(device))
     return BlockMask(lists, block_size, sizes[2:], built=True)
 
 
@@ -102,6 +102,18 @@ def _check_options(torch_options: dict[str, Any], index_base: Any) -> None:
         raise OptionError(f"create_block_mask has no option {name}={value!r} of torch's: {why}. Leave it out")
     if index_base is not None and not isinstance(index_base, IndexBase):
         raise OptionError(f"index_base is a {type(index_base).__name__}; pass flexbwd.sparsity.IndexBase(...) or None")
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """The device with its index, after a look at whether it is there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as found:
+        first_line = (str(found).splitlines() or ["no reason given"])[0]
+        raise DeviceError(
+            f"device={device!r} cannot hold the block mask here: {first_line}; pass a device this machine has, or None "
+            "for that of the captured tensors"
+        ) from found
 
 
 def _device_of(mask_mod: MaskMod) -> torch.device:

@@ -100,3 +100,10 @@ def test_a_tensor_on_another_device_is_refused():
     args["key"] = args["key"].to("meta")
     with pytest.raises(errors.DeviceError, match="key is on meta"):
         flex_attention(**args)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("mask", [lambda b, h, i, j: i >= j, torch.ones(4, 4, dtype=torch.bool)], ids=["mod", "tensor"])
+def test_a_block_mask_on_a_device_that_is_not_there(mask):
+    with pytest.raises(errors.DeviceError, match=r"device='cuda' cannot hold the block mask here.*or None"):
+        flexbwd.create_block_mask(mask, None, None, 4, 4, device="cuda")

@@ -1,0 +1,5 @@
+"""`python -m flexbwd` is the `flexbwd` command."""
+
+from flexbwd.cli import main
+
+main()
