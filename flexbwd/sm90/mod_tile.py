@@ -170,8 +170,8 @@ class Tile:
         predicates = None if not wanted else Predicates(self.evaluator, bounds.maker, self._column, wanted)
         words, singles = ([], []) if predicates is None else predicates.parts()
         lowest = Float32(-Float32.inf).ir_value()
-        for j in range(len(self.axis.offsets)):
-            for r, row in enumerate(self.rows.axis.offsets):
+        for r, row in enumerate(self.rows.axis.offsets):
+            for j in range(len(self.axis.offsets)):
                 kept = bounds.kept(r, j, [predicates.word(w, row, j // LANES) for w in words])
                 kept += [predicates.holds(n, row, j) for n in singles]
                 both = kept[0]
