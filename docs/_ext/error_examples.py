@@ -27,6 +27,16 @@ EXAMPLES: dict[str, str] = {
     "OptionError": 'flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})',
     "ConfigError": "mods.softcap(0.0)",
     "UnsupportedError": "flex_attention(q.to_sparse(), k, v)",
+    "CompileError": """\
+        from flexbwd.jit.compile import compile_now
+
+        compile_now(lambda: (None, ()), name="a kernel that is none")""",
+    "CompileAfterWarmupError": """\
+        from flexbwd.jit import after_warmup
+        from flexbwd.jit.compile import kernel_of
+
+        with after_warmup():
+            kernel_of("a new configuration", "flexbwd.sm90.delta:build_delta").ready()""",
     "ModSignatureError": """\
         def bias(score, q_idx, kv_idx):
             return score + (kv_idx - q_idx)
