@@ -134,6 +134,13 @@ def calls(rows: Sequence[Row]) -> Table:
     return columns, lines
 
 
+def against_goals(rows: Sequence[Row]) -> Table:
+    """The goals and what was found."""
+    from flexbwd.cli.bench_gpu.goals import goals
+
+    return ("goal", "limit", "found", "result"), [goal.cells() for goal in goals(rows)]
+
+
 def failures(rows: Sequence[Row]) -> list[str]:
     """ "workload, implementation: reason", each once."""
     seen = {f"{r.workload}, {IMPLS[r.impl].label}: {r.reason}": None for r in rows if r.reason}
@@ -191,6 +198,9 @@ def markdown(facts: dict[str, Any], rows: Sequence[Row], workloads: Sequence[Wor
         "",
     ]
     parts = [*head, *_table(times(rows, workloads))]
+    held = against_goals(rows)
+    if held[1]:
+        parts += ["", "Goals:", "", *_table(held)]
     extra = variants(rows)
     if extra[1]:
         parts += ["", "Other ways of calling flexbwd:", "", *_table(extra)]

@@ -192,16 +192,19 @@ def show(known: Mapping[str, Any], rows: Sequence[Row], chosen: Sequence[Workloa
     """The tables on stdout."""
     title = " · ".join(f"{k} {v}" if k not in ("gpu", "date") else str(v) for k, v in known.items())
     out = console()
-    extra, about = report.variants(rows), report.calls(rows)
-    for name, made in (
-        (title, report.times(rows, chosen, titles=False)),
-        ("other ways of ours", extra),
-        ("calls", about),
-    ):
+    tables = {
+        title: report.times(rows, chosen, titles=False),
+        "other ways of ours": report.variants(rows),
+        "calls": report.calls(rows),
+        "goals": report.against_goals(rows),
+    }
+    for name, made in tables.items():
         columns, lines = made
         if lines:
             shown = table(
-                name, columns, numbers=[c for c in columns if c not in ("workload", "pass", "impl", "variant")]
+                name,
+                columns,
+                numbers=[c for c in columns if c not in ("workload", "pass", "impl", "variant", "goal", "result")],
             )
             for cells in lines:
                 shown.add_row(*cells)

@@ -137,3 +137,25 @@ def test_a_folder_that_cannot_be_made_is_an_option_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match="cannot be written"):
         report.write(tmp_path / "file", "x", {"date": "d"}, [], [])
+
+
+def test_goals_speak_of_what_was_measured() -> None:
+    from flexbwd.cli.bench_gpu.goals import goals
+
+    rows = report.with_ratios([
+        *ROWS,
+        Row("softcap-d128", "flexbwd", "fwd", 1.0), Row("softcap-d128", "fa4", "fwd", 2.0),
+        Row("small-d128", "flexbwd", "bwd", 1.0, host_us=90.0, round_trip_ms=0.3, first_s=5.0),
+        Row("small-d128", "cudnn", "bwd", 1.0, round_trip_ms=0.2),
+        Row("small-d128", "flexbwd", "fwd", 1.0, host_us=50.0, first_s=2.5),
+    ])  # fmt: skip
+    found = {goal.what: (goal.limit, goal.found, goal.met) for goal in goals(rows)}
+    assert found.pop("small-d128 bwd, host + device, over cudnn") == (1.0, pytest.approx(1.5), False)
+    assert found == {
+        "causal-d64 fwd over the best peer": (1.05, 0.8, True),
+        "causal-d64 bwd over the best peer": (1.05, None, None),
+        "softcap-d128 fwd, flexbwd over fa4": (0.57, 0.5, True),
+        "host µs of a fwd call, median of 2 workloads": (40.0, 40.0, True),
+        "host µs of a bwd call, median of 1 workloads": (80.0, 90.0, False),
+        "first call fwd + bwd cold, s, slowest: small-d128": (8.0, 7.5, True),
+    }
