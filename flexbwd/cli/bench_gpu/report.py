@@ -65,7 +65,7 @@ def with_ratios(rows: Iterable[Row]) -> list[Row]:
             continue
         if row.impl == OURS:
             ours[key] = row
-        elif IMPLS[row.impl].is_peer and (key not in best or row.ms < (best[key].ms or 0)):
+        elif IMPLS[row.impl].is_peer and IMPLS[row.impl].counts and (key not in best or row.ms < (best[key].ms or 0)):
             best[key] = row
     done = []
     for row in rows:
@@ -102,7 +102,7 @@ def times(rows: Sequence[Row], workloads: Sequence[Workload], titles: bool = Tru
                 continue
             mine = at.get((w.name, which, OURS))
             theirs = [at.get((w.name, which, p.name)) for p in peers]
-            rates = [r.tflops for r in theirs if r is not None and r.tflops]
+            rates = [r.tflops for r in theirs if r is not None and r.tflops and IMPLS[r.impl].counts]
             ratio = "" if mine is None or mine.ratio is None else f"{mine.ratio:.2f}"
             named = f"{w.name}: {w.title}" if titles else w.name
             ours = named, which, _ms(mine), _rate(None if mine is None else mine.tflops)
@@ -194,7 +194,8 @@ def markdown(facts: dict[str, Any], rows: Sequence[Row], workloads: Sequence[Wor
         "",
         "Made by `flexbwd bench`: bf16, random q, k, v, dO; all implementations in one process, taking turns; medians",
         "of CUDA events. TFLOP/s count live score elements only: 4·D each forward, 2.5 times that backward. Ratio: our",
-        "time over that of the fastest peer (below 1: ours is faster).",
+        "time over that of the fastest peer (below 1: ours is faster). FA4 varlen takes documents as sequences of",
+        "their own, with no mask; it is shown, but does not count as a peer.",
         "",
     ]
     parts = [*head, *_table(times(rows, workloads))]

@@ -57,8 +57,8 @@ def run(request: Request) -> None:
     require_cuda()
     for line in absent:
         console(stderr=True).print(f"not measured: {line}", markup=False)
-    warnings.simplefilter("ignore")  # peers warn about themselves
-    with cold_caches():
+    with warnings.catch_warnings(), cold_caches():
+        warnings.simplefilter("ignore")  # peers warn about themselves
         from flexbwd.cli.bench_gpu.machine import facts, stem
 
         found: Probes = {}

@@ -51,6 +51,7 @@ class Impl:
         module: of this package.
         variant: which of the module's ways.
         requires: the library that must be installed, as (import name, how to get it); none for ours and torch's.
+        counts: whether it can be the best peer: it answers the same question.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Impl:
     module: str
     variant: str = ""
     requires: tuple[str, str] | None = None
+    counts: bool = True
 
     @property
     def is_peer(self) -> bool:
@@ -93,6 +95,8 @@ IMPLS = {
         Impl(OURS, "flexbwd", "ours"),
         Impl("fa4", "FA4, flags", "fa4", "flags", _FA4),
         Impl("fa4-mods", "FA4, mods + lists", "fa4", "mods", _FA4),
+        # no mask: the documents are sequences of their own. Shown beside those that take a mask, as what it could cost
+        Impl("fa4-varlen", "FA4, varlen", "fa4", "varlen", _FA4, counts=False),
         Impl("flex", "torch flex", "flex"),
         Impl("cudnn", "cuDNN", "cudnn"),
         Impl("flexbwd-deterministic", "flexbwd, deterministic", "ours", "deterministic"),

@@ -6,13 +6,15 @@ mods    everything as hand-written CuTe score_mod and mask_mod (fa4_mods.py), wi
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexbwd.cli.bench_gpu.operands import Operands
 from flexbwd.cli.bench_gpu.peers import Prepared
-from flexbwd.cli.bench_gpu.workloads import LEARNED, SOFTCAP, Workload
+from flexbwd.cli.bench_gpu.workloads import LEARNED, SOFTCAP, Workload, document_lengths
 
 _BLOCK = 128
 
@@ -20,6 +22,8 @@ _BLOCK = 128
 def serves(w: Workload, variant: str) -> bool:
     if w.score in LEARNED:
         return False
+    if variant == "varlen":
+        return w.mask == "documents" and w.batch == 1
     if variant == "flags":
         return w.mask != "documents" and not (w.score == "alibi" and w.mask == "dense")
     return w.mask != "dense" or bool(w.score)
@@ -28,6 +32,8 @@ def serves(w: Workload, variant: str) -> bool:
 def prepare(w: Workload, given: Operands, variant: str) -> Prepared:
     from flash_attn.cute import flash_attn_func
 
+    if variant == "varlen":
+        return varlen(w, given)
     q, k, v = (heads_last(t).contiguous().requires_grad_() for t in (given.query, given.key, given.value))
     options = flags(w) if variant == "flags" else mods(w, given)
 
@@ -37,6 +43,30 @@ def prepare(w: Workload, given: Operands, variant: str) -> Prepared:
         return out[0]
 
     return Prepared(forward, (q, k, v), heads_last(given.grad_out).contiguous(), heads_last)
+
+
+def varlen(w: Workload, given: Operands) -> Prepared:
+    """`[S, H, D]` of one batch entry, documents one after the other."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    lengths = document_lengths(w.length)
+    edges = given.query.new_tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    q, k, v = (tokens_first(t).contiguous().requires_grad_() for t in (given.query, given.key, given.value))
+    longest = max(lengths)
+
+    def forward() -> Tensor:
+        out = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=edges, cu_seqlens_k=edges, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
+        )
+        assert isinstance(out[0], Tensor)
+        return out[0]
+
+    return Prepared(forward, (q, k, v), tokens_first(given.grad_out).contiguous(), lambda t: heads_last(t[None]))
+
+
+def tokens_first(t: Tensor) -> Tensor:
+    """`[1, H, S, D]` as `[S, H, D]`."""
+    return t[0].transpose(0, 1)
 
 
 def heads_last(t: Tensor) -> Tensor:
