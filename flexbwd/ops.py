@@ -146,6 +146,8 @@ def attention(
     the profiler can tell the difference.
     """
     if _unwatched(query) and not torch._C._are_functorch_transforms_active():
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captures))):
+            return _run_forward(operands_of(query, key, value, captures, static), want_max)
         return _Attention.apply(static, want_max, query, key, value, *captures)  # type: ignore[no-any-return]
     return torch.ops.flexbwd.forward.default(query, key, value, captures, *static, want_max)  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from flexbwd.sm90.operands import MAX_HEAD_DIM
 from flexbwd.sm90.operands import Operands as KernelOperands
 from flexbwd.sm90.parts import Use, parts_of, walk_kind
 from flexbwd.sm90.tile import forward_tile
+from flexbwd.sm90.walks import WalkKind
 from flexbwd.sparsity.tensors import IndexBase
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -43,8 +45,7 @@ def forward(op: Operands, want_max: bool = False) -> tuple[Tensor, Tensor, Tenso
     out = empty_like_order(op.query, (*shape, kernel.value_dim))
     lse = torch.empty(shape, dtype=torch.float32, device=op.query.device)
     top = torch.empty_like(lse) if want_max else None
-    tile = forward_tile(kernel.head_dim, kernel.value_dim, walk_kind(op))
-    parts = parts_of(op, Use((tile.tile_m, tile.tile_n)))
+    parts = parts_of(op, _forward_use(kernel.head_dim, kernel.value_dim, walk_kind(op)))
     launch(kernel, parts.walk, out, lse, top, parts.mods)
     return (out if value_dim == kernel.value_dim else out[..., :value_dim].clone()), lse, top
 
@@ -54,8 +55,7 @@ def backward(
 ) -> Gradients:
     """Gradients of `forward`; see `flexbwd.cpu.backward` for the meaning."""
     kernel = _operands(op)
-    tile = backward_tile(kernel.head_dim, kernel.value_dim)
-    parts = parts_of(op, Use((tile.tile_m, tile.tile_n), keys_are_rows=True, backward=True))
+    parts = parts_of(op, _backward_use(kernel.head_dim, kernel.value_dim))
     found = one_pass(kernel, _padded(out), lse, _padded(grad_out), grad_lse, needs, parts.walk, parts.mods)
     found.query, found.key, found.value = (
         g if g is None or g.shape[3] == t.shape[3] else g[..., : t.shape[3]].clone()
@@ -67,6 +67,18 @@ def backward(
 
 def warm(op: Operands, needs: Sequence[bool]) -> None:
     """Compile, or load from disk, every kernel that a call and its backward will launch."""
+
+
+@functools.cache
+def _forward_use(head_dim: int, value_dim: int, kind: WalkKind) -> Use:
+    tile = forward_tile(head_dim, value_dim, kind)
+    return Use((tile.tile_m, tile.tile_n))
+
+
+@functools.cache
+def _backward_use(head_dim: int, value_dim: int) -> Use:
+    tile = backward_tile(head_dim, value_dim)
+    return Use((tile.tile_m, tile.tile_n), keys_are_rows=True, backward=True)
 
 
 def _operands(op: Operands) -> KernelOperands:
