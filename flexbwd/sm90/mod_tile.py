@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Float32, Int32
 from cutlass._mlir.dialects import arith
 
-from flexbwd.modgraph.ir import I32
+from flexbwd.modgraph.ir import I32, Node
 from flexbwd.modgraph.to_cute.evaluate import Evaluator
 from flexbwd.modgraph.to_cute.kinds import SCALE, SCALE_LOG2, Kind
 from flexbwd.modgraph.to_cute.loads import Captures, Source
@@ -169,15 +169,46 @@ class Tile:
             return
         predicates = None if not wanted else Predicates(self.evaluator, bounds.maker, self._column, wanted)
         words, singles = ([], []) if predicates is None else predicates.parts()
-        lowest = Float32(-Float32.inf).ir_value()
+        plain = [n for n in singles if not predicates.alternatives(n)[0]]
         for r, row in enumerate(self.rows.axis.offsets):
-            for j in range(len(self.axis.offsets)):
-                kept = bounds.kept(r, j, [predicates.word(w, row, j // LANES) for w in words])
-                kept += [predicates.holds(n, row, j) for n in singles]
-                both = kept[0]
-                for k in kept[1:]:
-                    both = arith.andi(both, k)
-                frag[r, j] = Float32(arith.select(both, Float32(frag[r, j]).ir_value(), lowest))
+
+            def kept(j: int, r: int = r, row: int = row) -> Any:
+                tests = bounds.kept(r, j, [predicates.word(w, row, j // LANES) for w in words], opaque=bool(plain))
+                return self._all(tests + [predicates.holds(n, row, j) for n in plain])
+
+            self._hide(frag, r, kept)
+            for node in singles:
+                if node not in plain:
+                    self._hide_single(frag, r, row, node, predicates)
+
+    def _hide_single(self, frag: Any, r: int, row: int, node: Node, predicates: Predicates) -> None:
+        """One conjunct that is no word; of `words | others` the words choose first, alone again."""
+        words, others = predicates.alternatives(node)
+        before = [Float32(frag[r, j]).ir_value() for j in self._places]
+        if words:
+            self._hide(frag, r, lambda j: predicates.bit(words, node, row, j))
+        for j in self._places:
+            kept = self._all([predicates.holds(n, row, j) for n in others], "or")
+            other = Float32(frag[r, j]).ir_value() if words else Float32(-Float32.inf).ir_value()
+            frag[r, j] = Float32(arith.select(kept, before[j], other))
+
+    def _hide(self, frag: Any, r: int, test: Callable[[int], Any]) -> None:
+        lowest = Float32(-Float32.inf).ir_value()
+        for j in self._places:
+            kept = test(j)
+            if kept is not None:
+                frag[r, j] = Float32(arith.select(kept, Float32(frag[r, j]).ir_value(), lowest))
+
+    def _all(self, tests: list[Any], op: str = "and") -> Any:
+        """All (any) of the predicates; None of none."""
+        found = tests[0] if tests else None
+        for test in tests[1:]:
+            found = Emit(host=self.config.host).join(op, found, test)
+        return found
+
+    @property
+    def _places(self) -> range:
+        return range(len(self.axis.offsets))
 
     @property
     def _column(self) -> str:
@@ -205,7 +236,7 @@ class MaskLimits:
     def is_empty(self) -> bool:
         return all(x is None for x in self.limits)
 
-    def kept(self, r: int, j: int, words: list[Any]) -> list[Any]:
+    def kept(self, r: int, j: int, words: list[Any], opaque: bool) -> list[Any]:
         """Is element [r, j] within the limits and set in all `words` (of its row and chunk)? [] without any test."""
         if not self.maker.columns.countable:
             return self._compared(r, j) + [self.maker.emit.bit(w, j % LANES) for w in words]
@@ -217,7 +248,7 @@ class MaskLimits:
                 both = arith.andi(both, w)
             self._words[key] = both
         both = self._words[key]
-        return [] if both is None else [self.maker.emit.bit(both, j % LANES)]
+        return [] if both is None else [self.maker.emit.bit(both, j % LANES, opaque)]
 
     def _limit_words(self, r: int, chunk: int) -> list[Any]:
         """Thresholds: columns below an end; in a band, columns between two places that move with the row."""
@@ -273,6 +304,12 @@ class CaptureGrad:
     @property
     def slot(self) -> int:
         return self.site.slot
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Of the captured tensor."""
+        source = self.tile.evaluator.captures.sources.get(self.slot)
+        return tuple(source.tensor.shape) if source is not None and source.is_tensor else ()
 
     @property
     def uses_score(self) -> bool:

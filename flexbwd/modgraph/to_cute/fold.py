@@ -30,6 +30,8 @@ class Term(NamedTuple):
 class KindTable:
     """Kinds of nodes, also of those made later."""
 
+    wire_empty = True  # it fills itself: a worker process starts with an empty one (jit/codec.py)
+
     def __init__(self) -> None:
         self._known: dict[Node, Kind] = {}
 

@@ -18,7 +18,7 @@ from cutlass._mlir.extras import types as T
 
 from flexbwd.modgraph.ir import BOOL, I32, I64, F, Node
 
-from .lanes import GUARD_HIGH, GUARD_LOW
+from .lanes import GUARD_LOW
 from .ops import Emit
 
 Value = Any
@@ -110,10 +110,10 @@ class Captures:
             if place.guard:
                 at = emit.clamp(at, emit.const(-1, I64), emit.const(2**31 - 1, I64))
             at = arith.trunci(T.i32(), at)
-        if place.guard & GUARD_LOW:
-            at = arith.maxsi(at, emit.const(0, I32))
-        if place.guard & GUARD_HIGH:
-            at = arith.minsi(at, arith.subi(Int32(size).ir_value(), emit.const(1, I32)))
+        if place.guard == GUARD_LOW:
+            return arith.maxsi(at, emit.const(0, I32))
+        if place.guard:  # unsigned: what is below 0 is far beyond the end
+            return arith.minui(at, arith.subi(Int32(size).ir_value(), emit.const(1, I32)))
         return at
 
     def _pointer(self, tensor: Any, offset: Value, wide: bool) -> Value:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass._mlir.dialects import arith, llvm
+from cutlass._mlir.dialects import arith
 from cutlass._mlir.extras import types as T
 
 from flexbwd.modgraph.ir import I32, Node
@@ -68,15 +68,7 @@ class WordMaker:
         """The word of columns 32·chunk … whose place is below count + moved."""
         emit = self.emit
         length = arith.maxsi(arith.addi(count, emit.const(moved - LANES * chunk, I32)), emit.const(0, I32))
-        if emit.host:
-            length = arith.extui(T.i64(), arith.minsi(length, emit.const(LANES, I32)))
-            one = arith.constant(T.i64(), 1)
-            return arith.trunci(T.i32(), arith.subi(arith.shli(one, length), one))
-        asm = "bmsk.clamp.b32 $0, 0, $1;"
-        flavour = llvm.AsmDialect.AD_ATT
-        return llvm.inline_asm(
-            T.i32(), [length], asm, "=r,r", has_side_effects=False, is_align_stack=False, asm_dialect=flavour
-        )
+        return emit.low_bits(length)
 
     def everywhere(self, condition: Value) -> Value:
         """All lanes as one predicate."""
@@ -169,6 +161,18 @@ class Predicates:
         """(q, kv) offsets of a row and a column offset."""
         return (row, col) if self.column == "kv_idx" else (col, row)
 
+    def alternatives(self, node: Node) -> tuple[list[Node], list[Node]]:
+        """A disjunction's operands: those that are words, and the others."""
+        parts = _operands(node, "or")
+        return [p for p in parts if p in self.good], [p for p in parts if p not in self.good]
+
+    def bit(self, words: Sequence[Node], node: Node, row: int, lane: int) -> Value:
+        """Does one of `words`, operands of `node`, keep the lane?"""
+        chunk = lane // LANES
+        key = ("any", node, row, chunk)
+        word = self._once(key, lambda: _joined(arith.ori, [self.word(w, row, chunk) for w in words]))
+        return self._bit(word, lane)
+
     # -- elements ------------------------------------------------------------------------------------------------------
     def holds(self, node: Node, row: int, lane: int) -> Value:
         """Any predicate at one element: bits of words where it has some."""
@@ -176,13 +180,13 @@ class Predicates:
             return self._bit(self.word(node, row, lane // LANES), lane)
         if node.op in ("and", "or"):
             parts = _operands(node, node.op)
-            join = arith.andi if node.op == "and" else arith.ori
             words = [self.word(p, row, lane // LANES) for p in parts if p in self.good]
             values = [self.holds(p, row, lane) for p in parts if p not in self.good]
             if words:
                 key = ("joined", node, row, lane // LANES)
-                values.append(self._bit(self._once(key, lambda: _joined(join, words)), lane))
-            return _joined(join, values)
+                merge = arith.andi if node.op == "and" else arith.ori
+                values.append(self._bit(self._once(key, lambda: _joined(merge, words)), lane))
+            return _joined(arith.andi if node.op == "and" else arith.ori, values)
         if node.op == "not":
             return arith.xori(self.holds(node.args[0], row, lane), arith.constant(T.bool(), 1))
         return self.at.value(node, *self._offsets(row, self.maker.columns.offsets[lane]))

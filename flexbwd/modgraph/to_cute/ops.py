@@ -211,10 +211,32 @@ class Emit:
         return self._rounded(op, x, y, dtype)
 
     # -- masks as words ------------------------------------------------------------------------------------------------
-    def bit(self, word: Value, position: int) -> Value:
-        """Is bit `position` of an i32 set?"""
+    def bit(self, word: Value, position: int, opaque: bool = False) -> Value:
+        """Is bit `position` of an i32 set? `opaque`: one instruction that LLVM leaves alone, to go with others."""
+        if opaque and not self.host:
+            code = f"{{ .reg .b32 t; and.b32 t, $1, {1 << position}; setp.ne.b32 $0, t, 0; }}"
+            return self._asm(T.bool(), [word], code, "=b,r")
         mask = self.const(wrap(1 << position, I32), I32)
         return self.compare("ne", arith.andi(word, mask), self.const(0, I32), I32)
+
+    def join(self, op: str, x: Value, y: Value) -> Value:
+        """`and` or `or` of predicates, out of LLVM's sight: it would make two selects of a select by the result."""
+        if self.host:
+            return (arith.andi if op == "and" else arith.ori)(x, y)
+        return self._asm(T.bool(), [x, y], f"{op}.pred $0, $1, $2;", "=b,b,b")
+
+    def low_bits(self, length: Value) -> Value:
+        """An i32 whose `length` lowest bits are set; all of them from 32 on."""
+        if not self.host:
+            return self._asm(T.i32(), [length], "bmsk.clamp.b32 $0, 0, $1;", "=r,r")
+        wide, one = arith.extui(T.i64(), arith.minsi(length, self.const(32, I32))), arith.constant(T.i64(), 1)
+        return arith.trunci(T.i32(), arith.subi(arith.shli(one, wide), one))
+
+    def _asm(self, kind: Any, args: list[Value], code: str, constraints: str) -> Value:
+        return llvm.inline_asm(
+            kind, args, code, constraints, has_side_effects=False, is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )  # fmt: skip
 
     def intrinsic(self, name: str, *args: Value) -> Value:
         """An NVVM intrinsic of f32."""
