@@ -1,0 +1,132 @@
+"""Many kernels at once: workers, progress, and what happens when a worker cannot help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from flexbwd.errors import OptionError
+from flexbwd.jit import cache, codec, compile, warm
+from flexbwd.jit.compile import forget, kernel_of
+from flexbwd.sm90.tile import FwdTile
+from tests.host.jit.conftest import BUILD, small
+
+
+def ways(done):
+    return sorted(d.how for d in done)
+
+
+@pytest.fixture
+def exported(made, monkeypatch):
+    """Compiling in this process gives the stand-in."""
+    monkeypatch.setattr(compile, "compile_now", lambda build, name: made)
+    return made
+
+
+TILES = [(FwdTile(d, d), BUILD) for d in (32, 64, 96)]
+
+
+def test_what_is_in_memory_or_on_disk_is_not_compiled(exported):
+    told = []
+    assert ways(warm.warm([*TILES, TILES[0]], workers=0, report=told.append)) == ["compiled"] * 3
+    assert ways(told) == ["compiled"] * 3
+    assert ways(warm.warm(TILES)) == ["memory"] * 3
+    forget()
+    assert ways(warm.warm(TILES)) == ["loaded"] * 3 and exported.exports == 3
+
+
+def test_gathered_jobs_are_only_noted(exported):
+    with warm.gathering() as jobs:
+        assert warm.warm(TILES[:2]) == [] and warm.warm(TILES[2:]) == []
+    assert jobs == TILES and exported.exports == 0
+    assert ways(warm.warm(jobs, workers=0)) == ["compiled"] * 3
+
+
+def test_a_worker_compiles_to_disk_and_this_process_loads(folder):
+    """Two real kernels through the worker's own protocol, then loaded here."""
+    kernels = [kernel_of(small(64), BUILD), kernel_of(small(128), BUILD)]
+    round_, by_workers = warm._Round(None), deque()
+    round_._feed(deque(kernels), by_workers, cache.default())
+    assert [k for k, _ in by_workers] == kernels and not any(k.is_ready for k in kernels)
+    assert all(round_._from_worker(k, cache.default(), s) for k, s in by_workers)
+    assert ways(round_.done) == ["worker"] * 2
+    with pytest.raises(TypeError):
+        kernels[0].run(1)
+
+
+def test_without_the_disk_cache_workers_still_help(monkeypatch):
+    """Their kernels go through a folder of this round's own."""
+    monkeypatch.setenv("FLEXBWD_CACHE", "0")
+    kernels = [kernel_of(small(64), BUILD)]
+    with warm.ExitStack() as stack:
+        store, by_workers = warm._shared_store(stack), deque()
+        warm._Round(None)._feed(deque(kernels), by_workers, store)
+        assert len(by_workers) == 1 and kernels[0].load(store)
+    assert not store.root.exists()
+
+
+@pytest.mark.parametrize("interpreter", ["", "/bin/false", "/does/not/exist"])
+def test_without_a_working_worker_everything_is_compiled_here(exported, monkeypatch, interpreter):
+    monkeypatch.setattr(sys, "executable", interpreter)
+    done = warm.warm(TILES, workers=2)
+    assert ways(done) == ["compiled"] * 3 and exported.exports == 3
+
+
+def test_a_worker_reports_an_error_and_goes_on():
+    bad = json.dumps({"build": "flexbwd.sm90.delta:build_delta", "config": codec.to_wire(FwdTile(64, 64))})
+    foreign = json.dumps({"build": "os:system", "config": codec.to_wire("true")})
+    with warm._Worker({}) as worker:
+        assert "is not part of flexbwd" in worker.ask(foreign)["error"]
+        assert worker.ask(bad)["ok"] is False
+        assert worker.ask(bad)["ok"] is False
+
+
+def test_a_kernel_that_cannot_be_compiled_is_an_error_here(monkeypatch):
+    def fails(build, name):
+        raise ValueError("no")
+
+    monkeypatch.setattr(compile, "compile_now", fails)
+    with pytest.raises(ValueError, match="no"):
+        warm.warm(TILES, workers=1)
+
+
+def test_local_builders_are_compiled_here(exported):
+    assert warm._request(kernel_of(FwdTile(64, 64), lambda config: None)) is None
+    assert warm._request(kernel_of(FwdTile(96, 96), BUILD)) is not None
+
+
+def test_the_number_of_workers_is_the_environments(monkeypatch):
+    monkeypatch.setenv("FLEXBWD_COMPILE_WORKERS", "5")
+    assert warm._workers(2) == 5
+    monkeypatch.setenv("FLEXBWD_COMPILE_WORKERS", "many")
+    with pytest.raises(OptionError, match="FLEXBWD_COMPILE_WORKERS"):
+        warm._workers(2)
+
+
+def test_ahead_compiles_in_the_background(folder):
+    config = small(128, grad_lse=True)
+    warm.ahead([(config, BUILD)])
+    give_up = time.monotonic() + 120
+    while cache.default().find(config) is None and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert kernel_of(config, BUILD).load()
+
+
+def test_a_script_without_a_main_guard_runs_once(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        "print('top level runs')\n"
+        "from flexbwd.jit import warm\n"
+        "from flexbwd.sm90.tile import FwdTile\n"
+        "with warm._Worker({}) as worker:\n"
+        "    print(worker.ask(warm.json.dumps({'build': 'os:system', 'config': {'shared': [], 'value': 1}}))['ok'])\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.stdout.split("\n")[:2] == ["top level runs", "False"], ran.stderr
