@@ -101,3 +101,23 @@ def bench(
     from flexbwd.cli.bench import run
 
     run(device, out=out, quick=quick, peers=peers, repeats=repeats)
+
+
+@app.command()
+def warmup(
+    shapes: Annotated[list[str] | None, typer.Argument(help="head dims (128, 192/128) or models (llama3-8b)")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp16; repeatable")] = None,
+    mask: Annotated[list[str] | None, typer.Option(help="dense, causal or window; repeatable")] = None,
+    heads: Annotated[str, typer.Option(help="query/key heads: 32/8; grouped heads are other kernels")] = "",
+    length: Annotated[int, typer.Option("-S", "--length", help="sequence length", min=1)] = 4096,
+    backward: Annotated[bool, typer.Option(help="the kernels of the backward too")] = True,
+    jobs: Annotated[int | None, typer.Option("-j", "--jobs", help="worker processes; default: by the cores")] = None,
+) -> None:
+    """Compile GPU kernels into the kernel cache, so that later processes load them; needs no GPU itself.
+
+    Without arguments: head dims 64 and 128, dense and causal.
+    """
+    from flexbwd.cli.warmup import Request, run
+
+    dtypes, masks = tuple(dtype or ("bf16",)), tuple(mask or ())
+    raise typer.Exit(run(Request(tuple(shapes or ()), dtypes, masks, heads, length, backward, jobs)))

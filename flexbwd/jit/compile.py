@@ -46,10 +46,11 @@ events: deque[Event] = deque(maxlen=1024)
 class Kernel:
     """One kernel of one configuration. `run(*arguments)` launches it; the first call looks it up or compiles it."""
 
-    __slots__ = ("build", "config", "is_ready", "run")
+    __slots__ = ("build", "config", "event", "is_ready", "run")
 
     def __init__(self, config: Hashable, build: Build) -> None:
         self.config, self.build = config, build
+        self.event: Event | None = None  # how it came last
         self.forget()
 
     def forget(self) -> None:
@@ -96,7 +97,8 @@ class Kernel:
         return compile_now(lambda: build(self.config), name=name)
 
     def _take(self, found: Launch, how: str, begin: float) -> None:
-        events.append(Event(name_of(self.config), how, time.perf_counter() - begin))
+        self.event = Event(name_of(self.config), how, time.perf_counter() - begin)
+        events.append(self.event)
         self.run = found
         self.is_ready = True
 

@@ -85,10 +85,11 @@ def sound(path: Path, text: str) -> bool:
 def load(path: Path) -> Launch:
     """The function in a file that is `sound`."""
     if path.suffix == OBJECT:
-        from flexbwd.jit.dsl import load_dsl
+        from flexbwd.jit import dsl
 
-        module = load_dsl().runtime.load_module(str(path), enable_tvm_ffi=True)
-        return getattr(module, _ENTRY)  # type: ignore[no-any-return]  # keeps its engine alive
+        with dsl.lock:
+            module = dsl.load_dsl().runtime.load_module(str(path), enable_tvm_ffi=True)
+            return getattr(module, _ENTRY)  # type: ignore[no-any-return]  # keeps its engine alive
     import tvm_ffi
 
     _load_runtime(toolchain().runtime)

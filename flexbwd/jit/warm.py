@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from flexbwd.errors import OptionError
 from flexbwd.jit import alarm, cache, codec
-from flexbwd.jit.compile import Build, Kernel, events, kernel_of, name_of
+from flexbwd.jit.compile import Build, Kernel, kernel_of, name_of
 
 FEW = 3
 MOST_WORKERS = 8  # each takes up to 0.9 GiB
@@ -124,13 +124,10 @@ class _Round:
 
     def make(self, missing: list[Kernel], workers: int) -> None:
         """Compile, here and in `workers` processes."""
-        waiting, by_workers = deque(missing), deque[tuple[Kernel, float]]()
+        waiting = deque(missing)
         with ExitStack() as stack:
             store = _shared_store(stack) if workers else None
-            threads = [
-                threading.Thread(target=self._feed, args=(waiting, by_workers, store), daemon=True)
-                for _ in range(workers)
-            ]
+            threads = [threading.Thread(target=self.feed, args=(waiting, store), daemon=True) for _ in range(workers)]
             for thread in threads:
                 thread.start()
             try:
@@ -141,34 +138,28 @@ class _Round:
                 raise
             for thread in threads:
                 thread.join()
-            left = [k for k, seconds in by_workers if not self._from_worker(k, store, seconds)]
-        for kernel in [*left, *(k for k in missing if not k.is_ready and k not in left)]:
-            self._here(kernel)  # a worker failed: do it here, where the error shows
+        for kernel in missing:  # where a worker failed: here the error shows
+            if not kernel.is_ready:
+                self._here(kernel)
 
     def _here(self, kernel: Kernel) -> None:
         kernel.ready()
-        found = events[-1]
-        self.say(kernel, found.how, found.seconds)
+        assert kernel.event is not None
+        self.say(kernel, kernel.event.how, kernel.event.seconds)
 
-    def _from_worker(self, kernel: Kernel, store: cache.Cache | None, seconds: float) -> bool:
-        if not kernel.load(store):
-            return False
-        self.say(kernel, "worker", seconds)
-        return True
-
-    def _feed(self, waiting: deque[Kernel], by_workers: deque[tuple[Kernel, float]], store: cache.Cache | None) -> None:
-        """One worker's thread: hand it jobs until there are none, or it fails."""
+    def feed(self, waiting: deque[Kernel], store: cache.Cache | None) -> None:
+        """One worker's thread: hand it jobs and load what it made, until there are none left, or it fails."""
         environment = {} if store is None else {"FLEXBWD_CACHE": "1", "FLEXBWD_CACHE_DIR": str(store.root)}
         with suppress(OSError, ValueError), _Worker(environment) as worker:
             while (kernel := _take(waiting)) is not None:
                 line = _request(kernel)
-                if line is None:
-                    waiting.append(kernel)  # only this process can make it
-                    return
-                answer = worker.ask(line)
+                answer = None if line is None else worker.ask(line)
                 if answer is None or not answer["ok"]:
-                    return  # the kernel is made here, at the end
-                by_workers.append((kernel, answer["seconds"]))
+                    if line is None:
+                        continue  # only this process can make it, at the end
+                    return
+                if kernel.load(store):
+                    self.say(kernel, "worker", answer["seconds"])
 
 
 class _Worker:

@@ -49,26 +49,25 @@ def test_gathered_jobs_are_only_noted(exported):
 
 
 def test_a_worker_compiles_to_disk_and_this_process_loads(folder):
-    """Two real kernels through the worker's own protocol, then loaded here."""
+    """Two real kernels through the worker's own protocol."""
     kernels = [kernel_of(small(64), BUILD), kernel_of(small(128), BUILD)]
-    round_, by_workers = warm._Round(None), deque()
-    round_._feed(deque(kernels), by_workers, cache.default())
-    assert [k for k, _ in by_workers] == kernels and not any(k.is_ready for k in kernels)
-    assert all(round_._from_worker(k, cache.default(), s) for k, s in by_workers)
+    round_ = warm._Round(None)
+    round_.feed(deque(kernels), cache.default())
     assert ways(round_.done) == ["worker"] * 2
     with pytest.raises(TypeError):
         kernels[0].run(1)
+    forget()
+    assert ways(warm.warm([(small(64), BUILD)])) == ["loaded"]
 
 
 def test_without_the_disk_cache_workers_still_help(monkeypatch):
     """Their kernels go through a folder of this round's own."""
     monkeypatch.setenv("FLEXBWD_CACHE", "0")
-    kernels = [kernel_of(small(64), BUILD)]
+    round_ = warm._Round(None)
     with warm.ExitStack() as stack:
-        store, by_workers = warm._shared_store(stack), deque()
-        warm._Round(None)._feed(deque(kernels), by_workers, store)
-        assert len(by_workers) == 1 and kernels[0].load(store)
-    assert not store.root.exists()
+        store = warm._shared_store(stack)
+        round_.feed(deque([kernel_of(small(64), BUILD)]), store)
+    assert ways(round_.done) == ["worker"] and not store.root.exists()
 
 
 @pytest.mark.parametrize("interpreter", ["", "/bin/false", "/does/not/exist"])
