@@ -9,6 +9,7 @@ from typing import Any
 
 import benchmark_tables
 import error_examples
+import mod_example
 import module_list
 import zoo_page
 from sphinx.application import Sphinx
@@ -23,6 +24,10 @@ def parts(source_dir: Path) -> dict[str, Callable[[], str]]:
         "zoo-scores": lambda: zoo_page.markdown("score", source_dir),
         "errors": error_examples.markdown,
         "modules": module_list.markdown,
+        "mod-source": mod_example.source,
+        "mod-report": mod_example.report,
+        "mod-tiers": mod_example.tiers,
+        "mod-listing": mod_example.listing,
         "benchmarks": lambda: benchmark_tables.markdown(source_dir / "benchmarks"),
     }
 

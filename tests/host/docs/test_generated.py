@@ -65,6 +65,26 @@ def test_a_zoo_section_has_formula_picture_and_code(name: str, tmp_path: Path) -
     assert ("48.4 % of the blocks are skipped" in text) == (name == "causal")
 
 
+def test_the_followed_mod_is_what_the_page_says() -> None:
+    import mod_example
+
+    assert "def capped_alibi(score, b, h, q_idx, kv_idx):" in mod_example.source()
+    assert "nonlinear: a factor that needs the score" in mod_example.report()
+    tiers = mod_example.tiers()
+    assert re.search(r"\| v\d+ \| `slopes\[h\]` \| once per work item \|", tiers)
+    assert tiers.count("tanh(") == 1
+    assert "stepped" in tiers
+
+
+def test_the_followed_mod_has_one_tanh_an_element() -> None:
+    pytest.importorskip("cutlass")
+    import mod_example
+
+    listing = mod_example.listing()
+    assert listing.count("tanh.approx.f32") == 4  # of a fragment of four elements
+    assert not re.search(r"div|ld\.local|rem\.", listing)
+
+
 def test_placeholders_are_known() -> None:
     known = re.findall(r'^        "([a-z-]+)": ', (DOCS / "_ext" / "flexdocs.py").read_text(), re.MULTILINE)
     used = [
