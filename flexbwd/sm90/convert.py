@@ -7,31 +7,18 @@ threads take neighbouring column groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32
 
 from flexbwd.jit.launch import fake_stream, fake_tensor
 from flexbwd.sm90.delta import fake_accumulator
+from flexbwd.sm90.row_configs import ConvertConfig
 
 THREADS = 256
 _PAIRS = 32  # row pairs (r, r + 8) of 64 rows
-
-
-@dataclass(frozen=True)
-class ConvertConfig:
-    dtype: torch.dtype
-    tile_m: int
-    dim: int  # padded
-    wg_dim: int  # columns of a warpgroup's share
-
-    @property
-    def floats(self) -> int:
-        return self.tile_m * self.dim
 
 
 class ConvertKernel:

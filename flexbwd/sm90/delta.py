@@ -9,7 +9,6 @@ A row is summed by `row_threads` neighbouring threads, 8 elements at a time; row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -18,27 +17,11 @@ import torch
 from cutlass import Float32, Int32
 
 from flexbwd.jit.launch import fake_compact, fake_stream, fake_tensor
+from flexbwd.sm90.row_configs import ROW_WIDTH as _WIDTH
+from flexbwd.sm90.row_configs import DeltaConfig
 
 THREADS = 256
 LOG2_E = 1.4426950408889634
-_WIDTH = 8  # 16-bit elements of a 16-byte load
-
-
-@dataclass(frozen=True)
-class DeltaConfig:
-    dtype: torch.dtype
-    value_dim: int  # true
-    tile_m: int  # rows per CTA
-    dq_floats: int  # of one tile's accumulator; 0: none to clear
-    has_grad_lse: bool
-
-    @property
-    def row_threads(self) -> int:
-        """Power of two, at most a warp, that covers a row in as few loads as possible."""
-        threads = 1
-        while threads < 32 and threads * _WIDTH < self.value_dim:
-            threads *= 2
-        return threads
 
 
 class DeltaKernel:

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def small(tile_m: int = 64, *, grad_lse: bool = False) -> Any:
     """A configuration that compiles in less than a second."""
-    from flexbwd.sm90.delta import DeltaConfig
+    from flexbwd.sm90.row_configs import DeltaConfig
 
     return DeltaConfig(torch.bfloat16, 16, tile_m, 0, grad_lse)
 

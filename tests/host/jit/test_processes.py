@@ -35,7 +35,7 @@ from flexbwd.sm90.tile import FwdTile
 config, build = FwdTile(64, 64), "none:none"
 """
 DELTA = """
-import flexbwd.sm90.delta as delta
+import flexbwd.sm90.row_configs as delta
 config, build = delta.DeltaConfig(torch.bfloat16, 16, 64, 0, False), "flexbwd.sm90.delta:build_delta"
 """
 
