@@ -54,12 +54,17 @@ def choose(name: str, device: torch.device) -> str:
     return "torch"
 
 
-@functools.cache
+_capabilities: dict[int | None, tuple[int, int]] = {}  # no functools.cache: Dynamo traces through here
+
+
 def capability(index: int | None) -> tuple[int, int]:
     """Compute capability of a CUDA device; Hopper's where there is none to ask: fake tensors, warm-up."""
     if not torch.cuda.is_available():
         return HOPPER
-    return torch.cuda.get_device_capability(index)
+    found = _capabilities.get(index)
+    if found is None:
+        found = _capabilities[index] = torch.cuda.get_device_capability(index)
+    return found
 
 
 def module(name: str) -> ModuleType:
