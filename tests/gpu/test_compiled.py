@@ -1,4 +1,4 @@
-"""flex_attention of CUDA tensors under torch.compile, checkpointing, autocast, streams and CUDA graphs; torch's fallback."""
+"""flex_attention of CUDA tensors in compiled regions, checkpoints, autocast and CUDA graphs, and torch as a fallback."""
 
 from __future__ import annotations
 
