@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -161,17 +160,23 @@ def _driver() -> Finding:
 
 
 def _cache() -> Finding:
-    import platformdirs
+    """The kernel cache: a kernel that cannot be kept is compiled again in every process."""
+    import warnings
 
-    folder = Path(os.environ.get("FLEXBWD_CACHE_DIR") or platformdirs.user_cache_path("flexbwd"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        return Finding("cache", f"{folder}: {error.strerror}", BROKEN, "set FLEXBWD_CACHE_DIR to a writable folder")
-    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    return Finding("cache", f"{folder}, {size / 2**20:.1f} MiB")
+    from flexbwd.jit import cache
+
+    if os.environ.get("FLEXBWD_CACHE", "1") == "0":
+        return Finding("cache", "off (FLEXBWD_CACHE=0)", NOTE, "kernels are compiled in every process")
+    cache.notice.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        store = cache.Cache.under(cache.root_folder())
+    if said or store.store is None:
+        reason = str(said[0].message).partition(";")[0] if said else f"{store.root} cannot be used"
+        return Finding("cache", reason.removeprefix("flexbwd: "), BROKEN, "set FLEXBWD_CACHE_DIR to a folder of yours")
+    kernels = [f for f in store.store.iterdir() if f.suffix in (".so", ".o")]
+    size = sum(f.stat().st_size for f in kernels)
+    return Finding("cache", f"{store.root}, {len(kernels)} kernels of this version, {size / 2**20:.1f} MiB")
 
 
 # -- the self-check --------------------------------------------------------------------------------
