@@ -1,4 +1,4 @@
-"""flex_attention of CUDA tensors in compiled regions, checkpoints, autocast and CUDA graphs, and torch as a fallback."""
+"""flex_attention of CUDA tensors in compiled regions, checkpoints and CUDA graphs, under autocast, and on torch."""
 
 from __future__ import annotations
 
