@@ -10,6 +10,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir.dialects import math as math_ops
 
 LN2 = math.log(2.0)
 
@@ -40,6 +41,12 @@ def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c in one rounding, wherever it is compiled. Of a plain product and sum ptxas may make either, and not the
+    same in two copies of the code."""
+    return Float32(math_ops.fma(Float32(a).ir_value(), Float32(b).ir_value(), Float32(c).ir_value()))
+
+
 def quad_max(x: Float32) -> Float32:
     """Maximum over the four threads of a row."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
@@ -50,6 +57,27 @@ def quad_sum(x: Float32) -> Float32:
     """Sum over the four threads of a row."""
     x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
+
+
+def round_into(out16: cute.Tensor, acc: cute.Tensor) -> None:
+    """out16 = acc in 16 bits; both compact and in the same order. In pieces of 8: ptxas takes vectors of other lengths
+    (80 / 2 columns) apart into single halves."""
+    piece = cute.make_layout(8)
+    for start in range(0, cute.size(acc), 8):
+        values = cute.make_tensor(acc.iterator + start, piece).load()
+        cute.make_tensor(out16.iterator + start, piece).store(values.to(out16.element_type))
+
+
+def quad_transpose(words: list, lane: Int32) -> list:
+    """Of four words of each thread of a quad, thread `lane` gets the lane-th of every thread, in thread order."""
+    for bit in (1, 2):
+        upper = (lane & bit) != 0
+        for i in (j for j in range(4) if not j & bit):
+            low, high = words[i], words[i + bit]
+            other = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, low, high), offset=bit)
+            words[i] = cutlass.select_(upper, other, low)
+            words[i + bit] = cutlass.select_(upper, high, other)
+    return words
 
 
 def scale_rows(rows: cute.Tensor, factors: cute.Tensor, columns: int) -> None:

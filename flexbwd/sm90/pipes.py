@@ -49,6 +49,14 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(tick), tx_bytes)
 
+    def acquire_with(self, tick: Int32, tx_bytes: int, notes: cute.Tensor, note: Int32) -> None:
+        """`acquire`, and tell the readers `note` beside the bytes: it is written before the arrival that they wait for,
+        in place buffer(tick) of `notes`, and read between `wait_full` and `release`."""
+        cute.arch.mbarrier_wait(self.bars + self.stages + self.buffer(tick), self.phase(tick) ^ 1)
+        with cute.arch.elect_one():
+            notes[self.buffer(tick)] = note
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full(tick), tx_bytes)
+
     def release(self, tick: Int32) -> None:
         """Reader, each warp: the tick-th fill is no longer needed."""
         with cute.arch.elect_one():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexbwd.errors import ConfigError
+from flexbwd.sm90.walks import WalkKind
 
 SMEM_BYTES = 232448  # what one CTA may have on SM90
 WG_ROWS = 64  # rows of a wgmma, and of a warpgroup's score tile
 WG_THREADS = 128
 _BARRIER_BYTES = 1024
+_DENSE = WalkKind()
 _REGISTERS = {2: (24, 240), 3: (32, 160)}  # (producer, MMA) per thread after setmaxnreg, by MMA warpgroups
 
 
@@ -61,14 +63,15 @@ class FwdTile:
 
     @property
     def smem_bytes(self) -> int:
-        """Q (its place is taken by O at the end), the K ring, the V ring and the barriers; all 16-bit."""
-        q = self.tile_m * max(self.dim, self.value_dim)
+        """Q, the K ring and the V ring, all 16-bit, and the barriers."""
+        q = self.tile_m * self.dim
         ring = self.stages * self.tile_n * (self.dim + self.value_dim)
         return 2 * (q + ring) + _BARRIER_BYTES
 
 
-def forward_tile(head_dim: int, value_dim: int, causal: bool) -> FwdTile:
-    """The tile for these (true) head dims.
+def forward_tile(head_dim: int, value_dim: int, walk: WalkKind = _DENSE, based: bool = False) -> FwdTile:
+    """The tile for these (true) head dims. Tiles of listed walks divide 128: one block mask serves all head dims. So do
+    those of mods with an IndexBase (`based`): no tile has rows or columns of two blocks.
 
     Time over FlashAttention-4's on one H200, bf16, S8192: D64 dense, 5 stages 1.00 (2: 1.04, 4: 1.09), causal 2
     stages 1.02 (4: 1.09);
@@ -76,11 +79,15 @@ def forward_tile(head_dim: int, value_dim: int, causal: bool) -> FwdTile:
     tile_n 80 1.05-1.10 (64: 1.25).
     """
     dim, dv = padded_dim(head_dim), padded_dim(value_dim)
-    widest = max(dim, dv)
+    widest, blocked = max(dim, dv), walk.lists or based
     if widest <= 64:
-        return FwdTile(dim, dv, wgs=3, tile_n=128, stages=2 if causal else 5)
+        if blocked:
+            return FwdTile(dim, dv, wgs=2, tile_n=128, stages=2)
+        return FwdTile(dim, dv, wgs=3, tile_n=128, stages=2 if walk.band else 5)
     if widest <= 128:
         return FwdTile(dim, dv, tile_n=128, stages=3)
+    if blocked:
+        return FwdTile(dim, dv, tile_n=64, stages=3 if widest <= 192 else 2)
     if widest <= 192:
         return FwdTile(dim, dv, tile_n=112 if dim == dv else 96)
     return FwdTile(dim, dv, tile_n=80 if dim == dv else 64)

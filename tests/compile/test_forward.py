@@ -4,48 +4,76 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from flexbwd.errors import ConfigError
-from flexbwd.jit.compile import compile_now
 from flexbwd.sm90.forward.call import build
 from flexbwd.sm90.forward.config import FwdConfig
 from flexbwd.sm90.tile import SMEM_BYTES, FwdTile, forward_tile
+from flexbwd.sm90.walks import WalkKind
+from tests.compile.resources import blocks_with, compile_with_artifacts, resources
 
 pytestmark = pytest.mark.skipif(find_spec("cutlass") is None, reason="the CuTe DSL has wheels for Linux only")
 
 DIMS = [(64, 64), (128, 128), (96, 96), (192, 128), (192, 192), (256, 256)]
+WALKS = {
+    "dense": WalkKind(),
+    "causal": WalkKind(has_lo=True),
+    "window": WalkKind(has_lo=True, has_hi=True),
+    "lists": WalkKind(lists=True),
+}
+ENTRY_REGISTERS = {2: 168, 3: 128}  # by MMA warpgroups: 64 Ki registers over the threads, before setmaxnreg
 
 
-def ptx_of(config: FwdConfig, folder: Path) -> str:
-    kernel = compile_now(lambda: build(config), options=f"--enable-tvm-ffi --keep-ptx --dump-dir {folder}")
-    return kernel.artifacts.PTX
+def compiled_of(config, folder):
+    return compile_with_artifacts(lambda: build(config), folder).artifacts
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
+def config_for(dims, walk, **more):
+    return FwdConfig(forward_tile(*dims, WALKS[walk]), torch.bfloat16, WALKS[walk], **more)
+
+
+@pytest.mark.parametrize("walk", WALKS)
 @pytest.mark.parametrize("dims", DIMS, ids="d{0[0]}-dv{0[1]}".format)
-def test_forward_uses_wgmma_and_tma_and_no_local_memory(dims, causal, tmp_path):
-    config = FwdConfig(forward_tile(*dims, causal), torch.bfloat16, causal)
-    ptx = ptx_of(config, tmp_path)
-    assert "wgmma.mma_async" in ptx
-    assert "cp.async.bulk.tensor" in ptx
-    assert "setmaxnreg.inc" in ptx
-    assert not re.search(r"\b(ld|st)\.local", ptx)
+def test_forward_uses_wgmma_and_tma_and_no_local_memory(dims, walk, tmp_path):
+    config = config_for(dims, walk)
+    found = compiled_of(config, tmp_path)
+    assert "wgmma.mma_async" in found.PTX
+    assert "cp.async.bulk.tensor" in found.PTX
+    assert "setmaxnreg.inc" in found.PTX
+    assert resources(found.CUBIN) == (ENTRY_REGISTERS[config.tile.wgs], 0)
     assert config.tile.smem_bytes <= SMEM_BYTES
 
 
-def test_the_variant_for_scales_up_to_zero_compiles(tmp_path):
-    config = FwdConfig(forward_tile(128, 128, True), torch.float16, True, prescale=True)
-    assert not re.search(r"\b(ld|st)\.local", ptx_of(config, tmp_path))
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_full_tile_is_compared_with_nothing(dim, walk, tmp_path):
+    """Three bodies: the first tile of an item, masked ones, full ones; the last holds no compare by element."""
+    config = config_for((dim, dim), walk)
+    elements = config.tile.tile_n // 2
+    bodies = blocks_with(compiled_of(config, tmp_path).PTX, "ex2.approx", elements)
+    compares = sorted(len(re.findall(r"\bsetp\.", body)) for body in bodies)
+    selects = sorted(len(re.findall(r"\bselp\.f32", body)) for body in bodies)
+    assert len(bodies) == 3
+    assert compares[0] == 1  # has the maximum grown?
+    assert selects[0] == 2  # which maximum, for two rows
+    assert selects[1] >= elements
+
+
+@pytest.mark.parametrize("more", [{"prescale": True}, {"want_max": True}], ids=["scales up to zero", "row maxima"])
+def test_variants_use_no_local_memory(more, tmp_path):
+    assert resources(compiled_of(config_for((128, 128), "causal", **more), tmp_path).CUBIN).stack_bytes == 0
 
 
 def test_every_head_dim_has_a_tile():
     for dim in range(8, 257, 8):
         for value_dim in (dim, 64, 128, 256):
-            assert forward_tile(dim, value_dim, causal=True).smem_bytes <= SMEM_BYTES
+            for walk in WALKS.values():
+                tile = forward_tile(dim, value_dim, walk)
+                assert tile.smem_bytes <= SMEM_BYTES
+                assert not walk.lists or (128 % tile.tile_m == 0 and 128 % tile.tile_n == 0)
 
 
 def test_a_tile_beyond_shared_memory_is_refused():

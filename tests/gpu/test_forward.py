@@ -1,4 +1,4 @@
-"""The forward kernel against the fp64 oracle, on the GPU, with outputs pre-filled with NaN."""
+"""The forward kernel, dense and causal, against the fp64 oracle, on the GPU, with outputs pre-filled with NaN."""
 
 from __future__ import annotations
 
@@ -8,76 +8,65 @@ import pytest
 import torch
 
 from flexbwd.sm90 import Operands
-from flexbwd.sm90.forward.call import launch
+from flexbwd.sm90.walks import CAUSAL, Dense
+from tests.gpu.forward_cases import band_of, check, operands, raw_scores, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs compute capability 9.0",
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 LENGTHS = [(1, 257), (7, 64), (100, 129), (113, 203), (257, 1000), (1025, 1000), (1000, 1025)]
 DIMS = [(16, 16), (64, 64), (72, 72), (96, 96), (104, 104), (128, 128), (192, 128), (64, 128), (192, 192), (256, 256)]
-BUDGET = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # relative, norm-wise: rounding of P and of the output
 
 
-def oracle(op: Operands, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = (t.double().repeat_interleave(op.group, 1) for t in (op.key, op.value))
-    scores = op.query.double() @ key.mT * op.scale
+def verify(op, causal, want_max=False):
+    scores = raw_scores(op)
     if causal:
-        keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~keep, -math.inf)
-    return torch.softmax(scores, -1) @ value, torch.logsumexp(scores, -1)
-
-
-def run(lengths, dims, causal, heads=(2, 2), dtype=torch.bfloat16, scale=None, bshd=False, batch=2):
-    (q_len, kv_len), (dim, value_dim) = lengths, dims
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(h, s, d):
-        shape = (batch, s, h, d) if bshd else (batch, h, s, d)
-        t = torch.randn(shape, device="cuda", generator=generator).to(dtype)
-        return t.transpose(1, 2) if bshd else t
-
-    scale = 1 / math.sqrt(dim) if scale is None else scale
-    op = Operands.of(
-        normal(heads[0], q_len, dim), normal(heads[1], kv_len, dim), normal(heads[1], kv_len, value_dim), scale
-    )
-    out = torch.full((batch, heads[0], q_len, value_dim), math.nan, dtype=dtype, device="cuda")
-    lse = torch.full((batch, heads[0], q_len), math.nan, device="cuda")
-    launch(op, causal, out, lse)
-    want_out, want_lse = oracle(op, causal)
-    error = (out.double() - want_out).norm() / want_out.norm()
-    assert error < BUDGET[dtype]
-    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=2e-5)
+        scores = scores.masked_fill(~band_of(op, CAUSAL), -math.inf)
+    check(op, run(op, CAUSAL if causal else Dense(), want_max), scores)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids="q{0[0]}-kv{0[1]}".format)
 @pytest.mark.parametrize("dims", DIMS, ids="d{0[0]}-dv{0[1]}".format)
 def test_forward_matches_fp64(dims, lengths, causal):
-    run(lengths, dims, causal, bshd=causal)
+    verify(operands(lengths, dims, bshd=causal), causal)
 
 
 @pytest.mark.parametrize("heads", [(7, 1), (8, 1), (6, 3), (14, 2)], ids="h{0[0]}-{0[1]}".format)
 def test_grouped_heads_match_fp64(heads):
-    run((129, 257), (128, 128), True, heads=heads)
+    verify(operands((129, 257), (128, 128), heads), True)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])
 def test_any_scale_matches_fp64(scale):
-    run((129, 257), (64, 64), True, dtype=torch.float16, scale=scale)
+    verify(operands((129, 257), (64, 64), dtype=torch.float16, scale=scale), True, want_max=True)
 
 
-def test_more_heads_than_a_grid_dimension_holds():
-    run((64, 64), (64, 64), False, heads=(2, 2), batch=32800)
+@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
+def test_row_maxima_are_of_the_scaled_scores(causal):
+    verify(operands((300, 700), (128, 128)), causal, want_max=True)
+
+
+def test_scores_that_grow_along_the_walk_match_fp64():
+    """Later tiles raise the maximum a little at a time, and then a lot: O is rescaled late or at once."""
+    op = operands((128, 2048), (64, 64), scale=1.0)
+    steps = torch.arange(2048, device="cuda") // 128
+    op.key[:] = op.key * 0.05 + (steps.flip(0) * 0.4 + 10.0 * (steps < 2))[None, None, :, None] / 8
+    op.query.abs_()
+    verify(op, False)
+
+
+def test_nan_in_a_row_stays_in_that_row():
+    op = operands((200, 300), (64, 64))
+    op.query[1, 1, 130] = math.nan
+    got = run(op, Dense())
+    bad = torch.zeros_like(got.lse, dtype=torch.bool)
+    bad[1, 1, 130] = True
+    assert got.out[bad].isnan().all() and got.lse[bad].isnan().all()
+    assert not got.out[~bad].isnan().any() and not got.lse[~bad].isnan().any()
 
 
 def test_no_keys_gives_zero_rows():
     empty = torch.empty(1, 2, 0, 64, dtype=torch.bfloat16, device="cuda")
     op = Operands.of(torch.randn(1, 2, 5, 64, device="cuda").bfloat16(), empty, empty, 0.1)
-    out, lse = torch.full((1, 2, 5, 64), math.nan, device="cuda").bfloat16(), torch.zeros(1, 2, 5, device="cuda")
-    launch(op, False, out, lse)
-    assert (out == 0).all() and (lse == -math.inf).all()
+    got = run(op, Dense(), want_max=True)
+    assert (got.out == 0).all() and (got.lse == -math.inf).all() and (got.top == -math.inf).all()

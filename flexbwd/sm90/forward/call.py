@@ -1,4 +1,7 @@
-"""The host side of the forward: allocate, pick the tile, launch."""
+"""The host side of the forward: pick the kernel, launch.
+
+A launch costs microseconds of Python: a kernel is found by a short tuple, without touching its configuration.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexbwd.jit.compile import compiled
+from flexbwd.jit.compile import Kernel
+from flexbwd.jit.compile import kernel_of as kernel_handle
 from flexbwd.jit.launch import dsl_dtype, fake_compact, fake_stream, fake_tensor
-from flexbwd.problem import empty_like_order
+from flexbwd.sm90.counters import work_counter
 from flexbwd.sm90.forward.config import FwdConfig
+from flexbwd.sm90.mods import NO_MODS, ModConfig
 from flexbwd.sm90.operands import Operands
 from flexbwd.sm90.tile import forward_tile
+from flexbwd.sm90.walks import Band, Lists, Walk, kind_of
 
 _L2_BYTES = 32 << 20  # of 50 MiB on H200: what K and V of one section may take
 _LOG2_E = math.log2(math.e)
-
-
-def config_of(op: Operands, causal: bool) -> FwdConfig:
-    tile = forward_tile(op.head_dim, op.value_dim, causal)
-    return FwdConfig(tile, op.query.dtype, causal, prescale=op.scale <= 0)
+_NO_ARGUMENTS = (0,)
 
 
 def build(config: FwdConfig) -> tuple[Any, tuple[Any, ...]]:
@@ -31,49 +33,73 @@ def build(config: FwdConfig) -> tuple[Any, tuple[Any, ...]]:
 
     from flexbwd.sm90.forward.kernel import ForwardKernel
 
-    tensors = [fake_tensor(config.dtype, 4) for _ in range(4)]
-    arguments = (*tensors, fake_compact(torch.float32, 3), Float32(1.0), Int32(1), Int32(1), fake_stream())
-    return ForwardKernel(config, dsl_dtype(config.dtype)), arguments
+    inputs = tuple(fake_tensor(config.dtype, 4) for _ in range(3))
+    rows = [fake_tensor(torch.float32, 3, 4) for _ in range(2 if config.want_max else 1)]
+    outputs = (fake_tensor(config.dtype, 4), rows[0], rows[1] if config.want_max else None)
+    lists = None
+    if config.walk.lists:
+        lists = (fake_tensor(torch.int32, 4), fake_tensor(torch.int32, 4, 4), fake_compact(torch.int32, 1))
+    numbers = (Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1))
+    arguments = (inputs, outputs, lists, config.mods.fake_arguments(), fake_compact(torch.int32, 1), numbers)
+    return ForwardKernel(config, dsl_dtype(config.dtype)), (*arguments, fake_stream())
 
 
-def kernel_of(config: FwdConfig) -> Any:
-    return compiled(config, functools.partial(build, config))
+def kernel_of(config: FwdConfig) -> Kernel:
+    return kernel_handle(config, "flexbwd.sm90.forward.call:build")
 
 
-def forward(op: Operands, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, Sq, Dv] in the stride order of the query, lse [B, Hq, Sq] fp32, natural log."""
-    shape = (op.batch, op.q_heads, op.q_len)
-    out = empty_like_order(op.query, (*shape, op.value_dim))
-    lse = torch.empty(shape, dtype=torch.float32, device=op.query.device)
-    launch(op, causal, out, lse)
-    return out, lse
+def config_of(op: Operands, walk: Walk, mods: ModConfig = NO_MODS, want_max: bool = False) -> FwdConfig:
+    """The configuration that `launch` uses."""
+    kind = kind_of(walk)
+    tile = forward_tile(op.head_dim, op.value_dim, kind, mods.base is not None)
+    prescale = op.scale <= 0 and not mods.has_score
+    return FwdConfig(tile, op.query.dtype, kind, mods, prescale, want_max)
 
 
-def launch(op: Operands, causal: bool, out: Tensor, lse: Tensor) -> None:
-    """Write `out` and `lse`; nothing to launch when there are no rows, no kernel when there are no keys."""
+def launch(
+    op: Operands,
+    walk: Walk,
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor | None = None,
+    mods: tuple[ModConfig, tuple[Any, ...]] = (NO_MODS, _NO_ARGUMENTS),
+) -> None:
+    """Write out [B, Hq, Sq, Dv], natural-log lse [B, Hq, Sq] fp32 and, if given, top: the row maxima of the modified
+    scores, like lse. A row that keeps nothing gets 0, -inf and -inf.
+
+    Args:
+        mods: as `ModConfig.of` returns them.
+    """
     if not lse.numel():
         return
     if not op.kv_len:
         out.zero_()
         lse.fill_(-math.inf)
+        if top is not None:
+            top.fill_(-math.inf)
         return
-    config = config_of(op, causal)
-    section, ctas = _order(op, causal)
-    kernel_of(config)(op.query, op.key, op.value, out, lse, op.scale * _LOG2_E, section, ctas)
+    query, key, value = op.query, op.key, op.value
+    config, arguments = mods
+    facts = (query.dtype, query.shape[3], value.shape[3], kind_of(walk), op.scale <= 0, top is None, config)
+    kernel = _kernels.get(facts)
+    if kernel is None:
+        kernel = _kernels[facts] = kernel_of(config_of(op, walk, config, top is not None))
+    lo, hi = walk.limits if type(walk) is Band else (0, 0)
+    lists = tuple(walk.lists) if type(walk) is Lists else None
+    numbers = (op.scale * _LOG2_E, lo, hi, *_order(op, walk))
+    kernel.run((query, key, value), (out, lse, top), lists, arguments, work_counter(query.device), numbers)
 
 
-def _order(op: Operands, causal: bool) -> tuple[int, int]:
-    """(heads per section, CTAs): equal items run persistently, head by head; causal ones are handed out by the
-    hardware.
+_kernels: dict[tuple[Any, ...], Kernel] = {}
 
-    H200, D128 S8192, over FlashAttention-4: dense persistent 1 head 1.02, 2 heads 1.12, 8 heads 1.17 (one item per
-    CTA: 1.13 with 1 head);
-    causal, one item per CTA, 4 heads 1.02, 8 heads 1.01, 16 heads 1.10; persistent snake 1.12 and more.
-    """
-    if not causal:
-        return 1, _sms(op.query.device)
-    kv_bytes = op.kv_len * (op.head_dim + op.value_dim) * op.key.element_size()
-    return max(1, _L2_BYTES // kv_bytes) * op.group, 1 << 30
+
+def _order(op: Operands, walk: Walk) -> tuple[int, int]:
+    """(heads per section, CTAs): CTAs stay and draw work items."""
+    ctas = _sms(op.query.device)
+    if type(walk) is not Band:
+        return 1, ctas
+    kv_bytes = op.kv_len * (op.head_dim + op.value_dim) * 2
+    return max(1, _L2_BYTES // kv_bytes) * op.group, ctas
 
 
 @functools.cache

@@ -1,17 +1,18 @@
 """The forward kernel: warp-specialised attention for SM90.
 
                gmem                      smem                          registers                      gmem
-    warp 0    Q  ──TMA──▶  q[wg]  ───────────────┐
-    LOADER    K  ──TMA──▶  k ring[stages] ───────┤   MMA warpgroups 1 ... wgs, 64 query rows each
-              V  ──TMA──▶  v ring[stages] ───────┴─▶ S = QKᵀ → score tile → online softmax → P → O += P V
-                                                     O ──stmatrix──▶ q[wg] (as O) ──TMA──▶ out;   LSE ──▶ lse
+    warp 0    Q  ──TMA──▶  q[wg], work ──────────┐
+    LOADER    K  ──TMA──▶  k ring[stages], tiles ┤   MMA warpgroups 1 ... wgs, 64 query rows each
+    (walk)    V  ──TMA──▶  v ring[stages] ───────┴─▶ S = QKᵀ → score tile → online softmax → P → O += P V
+                                                     O / l ──16-byte stores──▶ out;   LSE, row maxima ──▶ lse, top
 
     role      threads                registers   loop
-    LOADER    warp 0 of warpgroup 0  24 or 32    K, Q, V, K, V, ... of each work item's walk
-    (idle)    warps 1-3              24 or 32    ends at once; a later step's block-list walker
-    MMA       warpgroup 1 + wg       240 or 160  the steps of mma.py, then the epilogue
+    LOADER    warp 0 of warpgroup 0  24 or 32    draws a work item; K, Q, K, V, K, V, ... of its walk; again
+    (idle)    warps 1-3              24 or 32    ends at once
+    MMA       warpgroup 1 + wg       240 or 160  the steps of mma.py, without a gap from one item to the next
 
-Every role derives the same items and tiles from `Schedule` and `Walk`.
+A launch may begin while the kernel before it drains (programmatic dependent launch): up to `griddepcontrol_wait` no
+role touches global memory.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -27,13 +28,13 @@ from flexbwd.sm90.forward.config import FwdConfig
 from flexbwd.sm90.forward.epilogue import Epilogue
 from flexbwd.sm90.forward.loader import Loader
 from flexbwd.sm90.forward.mma import MmaWarpgroup
-from flexbwd.sm90.forward.roles import Operand4, Pipes, Plan, Scales, Tma
-from flexbwd.sm90.forward.score import ScoreTile
+from flexbwd.sm90.forward.roles import WORK, Inputs, Outputs, Pipes, Plan, Scales, Tma
+from flexbwd.sm90.forward.score import Bounds, ScoreTile
 from flexbwd.sm90.forward.storage import smem_layouts, storage_struct, swizzled
 from flexbwd.sm90.pipes import Ring
-from flexbwd.sm90.schedule import Schedule
+from flexbwd.sm90.schedule import GridSchedule, ListSchedule, Tickets
 from flexbwd.sm90.tile import WG_ROWS, WG_THREADS
-from flexbwd.sm90.walk import Walk
+from flexbwd.sm90.walk import BandWalk, ListWalk
 
 
 def by_rows(t: cute.Tensor) -> cute.Tensor:
@@ -72,101 +73,104 @@ class ForwardKernel:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        scale_log2: Float32,
-        section: Int32,
-        ctas: Int32,
+        inputs: tuple,
+        outputs: tuple,
+        lists: tuple | None,
+        mods: tuple,
+        counter: cute.Tensor,
+        numbers: tuple,
         stream,
     ):
-        """q, k, v, out [B, H, S, D], lse [B, Hq, Sq]; `section` heads share L2; `ctas` CTAs at most."""
+        """inputs (q, k, v) and outputs (out, lse, top or None) as in roles.py, but [B, H, S, D]; lists (counts, tiles,
+        order) or None; counter: see `Tickets`; numbers (scale * log2(e), lo, hi, heads per section, CTAs at most)."""
         config, tile = self.config, self.config.tile
+        (q, k, v), (out, lse, top) = inputs, outputs
+        scale_log2, lo, hi, section, ctas = numbers
         layouts = smem_layouts(tile, self.dtype)
         qk_mma, pv_mma = self.tiled_mmas()
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        boxes = ((WG_ROWS, tile.dim), (tile.tile_n, tile.dim), (tile.value_dim, tile.tile_n), (WG_ROWS, tile.value_dim))
-        tensors = (by_rows(q), by_rows(k), by_columns(v), by_rows(out))
-        staged = (layouts.q, layouts.k, layouts.v, layouts.o)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        boxes = ((WG_ROWS, tile.dim), (tile.tile_n, tile.dim), (tile.value_dim, tile.tile_n))
+        staged = (layouts.q, layouts.k, layouts.v)
         tma = [
-            Tma(*cpasync.make_tiled_tma_atom(op, t, cute.slice_(layout, (None, None, 0)), box))
-            for op, t, layout, box in zip((load, load, load, store), tensors, staged, boxes, strict=True)
+            Tma(*cpasync.make_tiled_tma_atom(load, t, cute.slice_(layout, (None, None, 0)), box))
+            for t, layout, box in zip((by_rows(q), by_rows(k), by_columns(v)), staged, boxes, strict=True)
         ]
-        operands = Operand4(*tma, lse, q.shape[1] // k.shape[1])
-        m_blocks = (q.shape[2] + (tile.tile_m - 1)) // tile.tile_m
-        grid = cutlass.min(ctas, m_blocks * q.shape[1] * q.shape[0])
-        schedule = Schedule(config.causal, m_blocks, q.shape[1], q.shape[0], section, grid)
-        walk = Walk(tile.tile_m, tile.tile_n, config.causal, q.shape[2], k.shape[2])
+        rows = (q.shape[2] + (tile.tile_m - 1)) // tile.tile_m
+        if cutlass.const_expr(config.walk.lists):
+            schedule = ListSchedule(lists[2], rows, q.shape[1])
+            walk = ListWalk(lists[0], lists[1], q.shape[2], k.shape[2])
+        else:
+            has_lo, has_hi = config.walk.has_lo, config.walk.has_hi
+            last_first = has_lo or not has_hi
+            schedule = GridSchedule(last_first, rows, q.shape[1], q.shape[0], section)
+            walk = BandWalk(tile.tile_m, tile.tile_n, has_lo, has_hi, q.shape[2], k.shape[2], lo, hi)
+        items = schedule.items()
+        grid = cutlass.min(ctas, items)
         self.kernel(
-            operands,
-            Plan(schedule, walk),
+            Inputs(*tma, q.shape[1] // k.shape[1]),
+            Outputs(out, lse, top),
+            Plan(schedule, walk, Tickets(counter, items, grid)),
+            mods,
             Scales(scale_log2),
-            qk_mma,
-            pv_mma,
-            layouts.q,
-            layouts.k,
-            layouts.v,
-            layouts.o,
-        ).launch(grid=(grid, 1, 1), block=(tile.threads, 1, 1), stream=stream, min_blocks_per_mp=1)
+            Bounds(k.shape[2], lo, hi),
+            (qk_mma, pv_mma),
+            staged,
+        ).launch(grid=(grid, 1, 1), block=(tile.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
         self,
-        operands: Operand4,
+        inputs: Inputs,
+        outputs: Outputs,
         plan: Plan,
+        mods: tuple,
         scales: Scales,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        q_layout: cute.ComposedLayout,
-        k_layout: cute.ComposedLayout,
-        v_layout: cute.ComposedLayout,
-        o_layout: cute.ComposedLayout,
+        bounds: Bounds,
+        mmas: tuple,
+        layouts: tuple,
     ):
         tile = self.config.tile
+        q_layout, k_layout, v_layout = layouts
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         memory = cutlass.memory.SmemAllocator().allocate(storage_struct(tile, self.dtype))
         sK, sV = swizzled(memory.k, k_layout), swizzled(memory.v, v_layout)
-        bars = memory.bars.data_ptr()
-        first = 2 * tile.wgs
-        pipes = Pipes(
-            bars, Ring(bars + first, tile.stages), Ring(bars + first + 2 * tile.stages, tile.stages), tile.wgs
-        )
+        pipes = self.pipes(memory)
         if warp == 0:
-            for tma in (operands.q, operands.k, operands.v, operands.o):
+            for tma in (inputs.q, inputs.k, inputs.v):
                 cpasync.prefetch_descriptor(tma.atom)
             with cute.arch.elect_one():
                 for wg in cutlass.range_constexpr(tile.wgs):
                     cute.arch.mbarrier_init(pipes.q_full(wg), 1)
-                    cute.arch.mbarrier_init(pipes.q_empty(wg), 1)
+                    cute.arch.mbarrier_init(pipes.q_empty(wg), 4)
                 pipes.k.init(4 * tile.wgs)
                 pipes.v.init(4 * tile.wgs)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()  # barriers are initialised before any role uses them
+        cute.arch.griddepcontrol_wait()  # kernels before have written what is read here, and read what is overwritten
+        cute.arch.griddepcontrol_launch_dependents()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(tile.producer_registers)
             if warp == 0:
-                Loader(tile, operands, pipes, plan, memory, sK, sV, q_layout, self.dtype).run()
+                Loader(tile, inputs, pipes, plan, memory, sK, sV, q_layout, self.dtype).run()
         else:
             cute.arch.setmaxregister_increase(tile.mma_registers)
-            epilogue = Epilogue(tile, pv_mma, operands, pipes, memory, o_layout, self.dtype, plan.walk.q_len)
-            score = ScoreTile(plan.walk, scales, self.config.prescale)
-            MmaWarpgroup(
-                tile,
-                qk_mma,
-                pv_mma,
-                operands,
-                pipes,
-                plan,
-                scales,
-                score,
-                epilogue,
-                memory,
-                sK,
-                sV,
-                q_layout,
-                self.dtype,
-            ).run(warp // 4 - 1, thread % WG_THREADS)
+            epilogue = Epilogue(tile, outputs, self.dtype)
+            score = ScoreTile(self.config, bounds, scales, mods)
+            MmaWarpgroup(tile, *mmas, pipes, score, epilogue, memory, sK, sV, q_layout, self.dtype).run(
+                warp // 4 - 1, thread % WG_THREADS
+            )
+
+    def pipes(self, memory: Any) -> Pipes:
+        tile, bars = self.config.tile, memory.bars.data_ptr()
+        k_bars = bars + 2 * tile.wgs
+        v_bars = k_bars + 2 * tile.stages
+        return Pipes(
+            bars,
+            Ring(k_bars, tile.stages),
+            Ring(v_bars, tile.stages),
+            tile.wgs,
+            memory.tiles.get_tensor(cute.make_layout(tile.stages)),
+            memory.work.get_tensor(cute.make_layout(tile.wgs * WORK)),
+        )

@@ -1,14 +1,15 @@
 """What the roles of the forward kernel share: arguments grouped by data role."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from flexbwd.sm90.pipes import Ring
-from flexbwd.sm90.schedule import Schedule
-from flexbwd.sm90.walk import Walk
+
+WORK = 8  # Int32 per warpgroup: row, head, batch, n_partial, n_edge, n_full, and two for alignment
 
 
 @dataclass(frozen=True)
@@ -20,16 +21,22 @@ class Tma:
 
 
 @dataclass(frozen=True)
-class Operand4:
-    """Everything in global memory. q (Sq, D, Hq, B), k (Skv, D, Hkv, B), v (Dv, Skv, Hkv, B), o (Sq, Dv, Hq, B),
-    lse (B, Hq, Sq)."""
+class Inputs:
+    """q (Sq, D, Hq, B), k (Skv, D, Hkv, B), v (Dv, Skv, Hkv, B)."""
 
     q: Tma
     k: Tma
     v: Tma
-    o: Tma
-    lse: cute.Tensor
     group: Int32  # query heads per key head
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """out (B, Hq, Sq, Dv) 16-bit, lse (B, Hq, Sq) fp32, top (B, Hq, Sq) fp32: row maxima, or None."""
+
+    out: cute.Tensor
+    lse: cute.Tensor
+    top: Any
 
 
 @dataclass(frozen=True)
@@ -40,17 +47,30 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What to visit (`walk`), in which order (`schedule`), and who takes the next item (`tickets`)."""
+
+    schedule: Any
+    walk: Any
+    tickets: Any
+
+
+@dataclass(frozen=True)
 class Pipes:
     """Rings of the forward kernel; what each orders is said in `flexbwd/sm90/pipes.py`.
 
-    q      one single-buffer ring per warpgroup (q + wg); emptied by its O store having left shared memory
-    k, v   emptied by one arrival per MMA warp, after the QK^T / PV wgmma that read them
+    q      one single-buffer ring per warpgroup (q + wg) with the work item that goes with it; emptied by one arrival
+           per warp, after the last QK^T of an item
+    k, v   emptied by one arrival per MMA warp, after the QK^T / PV wgmma that read them; the number of a key tile
+           comes with its K
     """
 
     q_bars: cute.Pointer
     k: Ring
     v: Ring
     wgs: cutlass.Constexpr[int]
+    tiles: cute.Tensor  # int32 [stages]: key tile in each K buffer
+    work: cute.Tensor  # int32 [wgs * WORK]
 
     def q_full(self, wg: Int32) -> cute.Pointer:
         return self.q_bars + wg
@@ -58,10 +78,7 @@ class Pipes:
     def q_empty(self, wg: Int32) -> cute.Pointer:
         return self.q_bars + self.wgs + wg
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What to visit, in which order."""
-
-    schedule: Schedule
-    walk: Walk
+    def release_q(self, wg: Int32) -> None:
+        """MMA, each warp: neither Q nor the work item is needed any more."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.q_empty(wg))
