@@ -45,7 +45,7 @@ def forward(op: Operands, want_max: bool = False) -> tuple[Tensor, Tensor, Tenso
     out = empty_like_order(op.query, (*shape, kernel.value_dim))
     lse = torch.empty(shape, dtype=torch.float32, device=op.query.device)
     top = torch.empty_like(lse) if want_max else None
-    parts = parts_of(op, _forward_use(kernel.head_dim, kernel.value_dim, walk_kind(op)))
+    parts = parts_of(op, _forward_use(kernel.head_dim, kernel.value_dim, walk_kind(op), op.base is not None))
     launch(kernel, parts.walk, out, lse, top, parts.mods)
     return (out if value_dim == kernel.value_dim else out[..., :value_dim].clone()), lse, top
 
@@ -70,8 +70,8 @@ def warm(op: Operands, needs: Sequence[bool]) -> None:
 
 
 @functools.cache
-def _forward_use(head_dim: int, value_dim: int, kind: WalkKind) -> Use:
-    tile = forward_tile(head_dim, value_dim, kind)
+def _forward_use(head_dim: int, value_dim: int, kind: WalkKind, based: bool) -> Use:
+    tile = forward_tile(head_dim, value_dim, kind, based)
     return Use((tile.tile_m, tile.tile_n))
 
 
