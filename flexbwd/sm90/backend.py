@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flexbwd.modgraph.modplan import JClass
 from flexbwd.plan import Gradients, Needs, Operands, Plan
 from flexbwd.problem import Problem, empty_like_order
 from flexbwd.sm90.backward.call import backward as one_pass
@@ -55,7 +56,7 @@ def backward(
 ) -> Gradients:
     """Gradients of `forward`; see `flexbwd.cpu.backward` for the meaning."""
     kernel = _operands(op)
-    parts = parts_of(op, _backward_use(kernel.head_dim, kernel.value_dim))
+    parts = parts_of(op, _backward_use(kernel.head_dim, kernel.value_dim, op.plan.mods.j_class))
     found = one_pass(kernel, _padded(out), lse, _padded(grad_out), grad_lse, needs, parts.walk, parts.mods)
     found.query, found.key, found.value = (
         g if g is None or g.shape[3] == t.shape[3] else g[..., : t.shape[3]].clone()
@@ -76,8 +77,8 @@ def _forward_use(head_dim: int, value_dim: int, kind: WalkKind, based: bool) -> 
 
 
 @functools.cache
-def _backward_use(head_dim: int, value_dim: int) -> Use:
-    tile = backward_tile(head_dim, value_dim)
+def _backward_use(head_dim: int, value_dim: int, j_class: JClass) -> Use:
+    tile = backward_tile(head_dim, value_dim, j_class is JClass.NONLINEAR)
     return Use((tile.tile_m, tile.tile_n), keys_are_rows=True, backward=True)
 
 

@@ -39,6 +39,9 @@ class Ring:
     def full(self, tick: Int32) -> cute.Pointer:
         return self.bars + self.buffer(tick)
 
+    def empty(self, tick: Int32) -> cute.Pointer:
+        return self.bars + self.stages + self.buffer(tick)
+
     def wait_full(self, tick: Int32) -> None:
         """Reader: the tick-th fill has landed."""
         cute.arch.mbarrier_wait(self.full(tick), self.phase(tick))

@@ -52,6 +52,9 @@ class WalkKind(NamedTuple):
         return self.has_lo or self.has_hi
 
 
+DENSE = WalkKind()
+
+
 def kind_of(walk: Walk) -> WalkKind:
     """Limits are run-time values; that there are any is static."""
     if isinstance(walk, Band):

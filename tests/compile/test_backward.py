@@ -21,9 +21,17 @@ from flexbwd.sm90.backward.tile import BwdTile, backward_tile
 from flexbwd.sm90.convert import ConvertConfig, build_convert
 from flexbwd.sm90.delta import DeltaConfig, build_delta
 from flexbwd.sm90.tile import SMEM_BYTES
+from flexbwd.sm90.walks import WalkKind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the DSL has wheels for Linux only")
 
+CAUSAL = WalkKind(has_lo=True)
+WALKS = {
+    "dense": WalkKind(),
+    "causal": CAUSAL,
+    "window": WalkKind(has_lo=True, has_hi=True),
+    "lists": WalkKind(lists=True),
+}
 DIMS = [(32, 32), (64, 64), (96, 64), (128, 128), (160, 160), (192, 128), (256, 256)]
 
 
@@ -39,10 +47,10 @@ def check(ptx: str) -> None:
     assert not re.search(r"\b(ld|st)\.local", ptx)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
+@pytest.mark.parametrize("walk", WALKS)
 @pytest.mark.parametrize("dims", DIMS, ids="d{0[0]}-dv{0[1]}".format)
-def test_backward_uses_wgmma_and_tma_and_no_local_memory(dims, causal):
-    config = BwdConfig(backward_tile(*dims, causal), torch.bfloat16, causal)
+def test_backward_uses_wgmma_and_tma_and_no_local_memory(dims, walk):
+    config = BwdConfig(backward_tile(*dims), torch.bfloat16, WALKS[walk], grouped=walk == "lists")
     ptx = ptx_of(lambda: build_backward(config))
     check(ptx)
     assert "cp.reduce.async.bulk" in ptx
@@ -53,17 +61,17 @@ def test_backward_uses_wgmma_and_tma_and_no_local_memory(dims, causal):
 )
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids="d{0[0]}".format)
 def test_gradients_nobody_wants_are_left_out(dims, wanted):
-    tile = backward_tile(*dims, False)
-    part = ptx_of(lambda: build_backward(BwdConfig(tile, torch.float16, False, True, *wanted)))
+    tile = backward_tile(*dims)
+    part = ptx_of(lambda: build_backward(BwdConfig(tile, torch.float16, CAUSAL, True, *wanted)))
     check(part)
-    whole = ptx_of(lambda: build_backward(BwdConfig(tile, torch.float16, False, True)))
+    whole = ptx_of(lambda: build_backward(BwdConfig(tile, torch.float16, CAUSAL, True)))
     assert part.count("wgmma.mma_async") < whole.count("wgmma.mma_async")
     assert ("cp.reduce.async.bulk" in part) == wanted[0]
 
 
 @pytest.mark.parametrize("dim", [8, 72, 128, 256])
 def test_small_kernels_move_16_bytes_at_a_time(dim):
-    tile = backward_tile(dim, dim, False)
+    tile = backward_tile(dim, dim)
     delta = ptx_of(lambda: build_delta(DeltaConfig(torch.bfloat16, dim, tile.tile_m, tile.tile_m * tile.dim, True)))
     convert = ptx_of(lambda: build_convert(ConvertConfig(torch.bfloat16, tile.tile_m, tile.dim, tile.dq_wg_dim)))
     for ptx in (delta, convert):
@@ -73,7 +81,8 @@ def test_small_kernels_move_16_bytes_at_a_time(dim):
 def test_every_head_dim_has_a_tile():
     for dim in range(8, 257, 8):
         for value_dim in range(8, 257, 8):
-            assert backward_tile(dim, value_dim, causal=True).smem_bytes <= SMEM_BYTES
+            for keeps_factor in (False, True):
+                assert backward_tile(dim, value_dim, keeps_factor).smem_bytes <= SMEM_BYTES
 
 
 def test_a_tile_beyond_shared_memory_is_refused():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flexbwd.plan import Needs
-from flexbwd.sm90 import Operands, backward
-from flexbwd.testing import poisoned
+from flexbwd.sm90.walks import CAUSAL, Band, Dense
+from tests.gpu.backward_problems import Shape, band_keep, check, make, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,127 +33,74 @@ DIMS = [
     (224, 200),
     (256, 256),
 ]
-ALL = Needs()
 SOME = [(True, False, False), (False, True, False), (False, False, True), (False, True, True), (True, False, True)]
-BUDGET = {torch.bfloat16: 5e-3, torch.float16: 7e-4}  # relative, norm-wise: rounding of P, dS and of the gradient
+WALKS = [Dense(), CAUSAL]
+MAIN_DIMS = [(64, 64), (128, 128), (256, 256)]
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
-    op: Operands
-    out: torch.Tensor
-    lse: torch.Tensor
-    grad_out: torch.Tensor
-    grad_lse: torch.Tensor | None
-    want: tuple[torch.Tensor, ...]
+def problem(shape: Shape, walk: Dense | Band = WALKS[0], **options):
+    return make(shape, band_keep(walk, shape.lengths) if isinstance(walk, Band) else None, **options)
 
 
-def make(
-    lengths,
-    dims,
-    causal,
-    heads=(2, 2),
-    dtype=torch.bfloat16,
-    scale=None,
-    bshd=False,
-    grad_lse=False,
-    dead=False,
-    batch=2,
-):
-    """Inputs and the gradients in fp64; `dead` empties every seventh query row."""
-    (q_len, kv_len), (dim, value_dim) = lengths, dims
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(h, s, d):
-        shape = (batch, s, h, d) if bshd else (batch, h, s, d)
-        t = torch.randn(shape, device="cuda", generator=generator).to(dtype)
-        return t.transpose(1, 2) if bshd else t
-
-    scale = 1 / math.sqrt(dim) if scale is None else scale
-    op = Operands.of(
-        normal(heads[0], q_len, dim), normal(heads[1], kv_len, dim), normal(heads[1], kv_len, value_dim), scale
-    )
-    grad_out = normal(heads[0], q_len, value_dim)
-    rows = torch.randn(batch, heads[0], q_len, device="cuda", generator=generator) if grad_lse else None
-    q, k, v, do = (t.double() for t in (op.query, op.key, op.value, grad_out))
-    k, v = (t.repeat_interleave(op.group, 1) for t in (k, v))
-    scores = q @ k.mT * scale
-    if causal:
-        scores = scores.masked_fill(~torch.ones_like(scores[0, 0], dtype=torch.bool).tril(), -math.inf)
-    if dead:
-        scores[:, :, 5::7] = -math.inf
-    lse = scores.logsumexp(-1)
-    p = (scores - lse.unsqueeze(-1)).exp().masked_fill(lse.unsqueeze(-1) == -math.inf, 0.0)
-    out = p @ v
-    delta = (do * out).sum(-1) - (0.0 if rows is None else rows.double())
-    ds = p * (do @ v.mT - delta.unsqueeze(-1))
-
-    def by_kv_head(t):
-        return t.unflatten(1, (heads[1], op.group)).sum(2)
-
-    want = (scale * ds @ k, by_kv_head(scale * ds.mT @ q), by_kv_head(p.mT @ do))
-    return Problem(op, out.to(dtype), lse.float(), grad_out, rows, want)
-
-
-def check(problem: Problem, causal: bool, needs: Needs = ALL) -> None:
-    with poisoned():
-        got = backward(problem.op, problem.out, problem.lse, problem.grad_out, problem.grad_lse, needs, causal)
-    for name, want in zip(("query", "key", "value"), problem.want, strict=True):
-        grad = getattr(got, name)
-        assert (grad is not None) == getattr(needs, name)
-        if grad is not None:
-            error = float((grad.double() - want).norm())
-            size = float(problem.want[2].norm()) if want.norm() < 1e-3 else float(want.norm())
-            assert error <= BUDGET[grad.dtype] * size, f"{name}: {error / size:.2g}"
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["dense", "causal"])
+@pytest.mark.parametrize("walk", WALKS, ids=["dense", "causal"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids="q{0[0]}-kv{0[1]}".format)
 @pytest.mark.parametrize("dims", DIMS, ids="d{0[0]}-dv{0[1]}".format)
-def test_gradients_match_fp64(dims, lengths, causal):
-    check(make(lengths, dims, causal, bshd=causal, grad_lse=True), causal)
+def test_gradients_match_fp64(dims, lengths, walk):
+    shape = Shape(lengths, dims, bshd=walk is CAUSAL)
+    check(problem(shape, walk, grad_lse=True), walk)
 
 
 @pytest.mark.parametrize("heads", [(7, 1), (8, 1), (6, 3), (14, 2)], ids="h{0[0]}-{0[1]}".format)
 def test_grouped_heads_match_fp64(heads):
-    check(make((129, 257), (128, 128), True, heads=heads), True)
+    check(problem(Shape((129, 257), (128, 128), heads), CAUSAL), CAUSAL)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])
 def test_any_scale_matches_fp64(scale):
-    check(make((129, 257), (64, 64), True, dtype=torch.float16, scale=scale), True)
+    check(problem(Shape((129, 257), dtype=torch.float16, scale=scale), CAUSAL), CAUSAL)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids="d{0[0]}".format)
+@pytest.mark.parametrize("dims", MAIN_DIMS, ids="d{0[0]}".format)
 def test_dead_rows_give_nothing(dims):
-    check(make((200, 300), dims, False, dead=True, grad_lse=True), False)
+    """Rows with lse -inf, whatever the scores are."""
+    keep = torch.ones(200, 300, dtype=torch.bool, device="cuda")
+    keep[5::7] = False
+    check(make(Shape((200, 300), dims), keep, grad_lse=True), Dense())
 
 
 @pytest.mark.parametrize("needs", SOME)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192)], ids="d{0[0]}".format)
 def test_gradients_not_needed_are_none(dims, needs):
-    check(make((200, 300), dims, True), True, Needs(*needs))
+    check(problem(Shape((200, 300), dims), CAUSAL), CAUSAL, Needs(*needs))
 
 
 def test_expanded_grad_out():
-    problem = make((200, 300), (64, 64), False)
-    ones = torch.ones((), dtype=torch.bfloat16, device="cuda").expand(problem.out.shape)
-    got = backward(problem.op, problem.out, problem.lse, ones, None, Needs())
-    want = backward(problem.op, problem.out, problem.lse, ones.contiguous(), None, Needs())
-    assert torch.equal(got.value, want.value) and torch.equal(got.key, want.key)
+    held = problem(Shape((200, 300)))
+    ones = torch.ones((), dtype=torch.bfloat16, device="cuda").expand(held.out.shape)
+    got, want = (run(replace(held, grad_out=g), Dense()) for g in (ones, ones.contiguous()))
+    assert torch.equal(got.value, want.value)
+    assert torch.equal(got.key, want.key)
+
+
+def test_grad_out_of_a_broadcast_head():
+    held = problem(Shape((200, 300), heads=(4, 2)))
+    one = held.grad_out[:, :1].expand(held.out.shape)
+    got, want = (run(replace(held, grad_out=g), CAUSAL) for g in (one, one.contiguous()))
+    assert torch.equal(got.value, want.value)
+    assert torch.equal(got.key, want.key)
 
 
 def test_more_heads_than_a_grid_dimension_holds():
-    check(make((64, 64), (64, 64), False, batch=32800), False)
+    check(problem(Shape((64, 64), batch=32800)))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids="d{0[0]}".format)
+@pytest.mark.parametrize("dims", MAIN_DIMS, ids="d{0[0]}".format)
 def test_repeated_launches_agree(dims):
     """dK and dV have a fixed order of summation; dQ is a sum of fp32 atomics, equal up to their rounding."""
-    problem = make((777, 1111), dims, True, heads=(8, 2))
-    arguments = (problem.op, problem.out, problem.lse, problem.grad_out, None, Needs(), True)
-    first = backward(*arguments)
+    held = problem(Shape((777, 1111), dims, heads=(8, 2)), CAUSAL)
+    first = run(held, CAUSAL)
     for _ in range(300):
-        again = backward(*arguments)
-        assert torch.equal(again.key, first.key) and torch.equal(again.value, first.value)
+        again = run(held, CAUSAL)
+        assert torch.equal(again.key, first.key)
+        assert torch.equal(again.value, first.value)
         torch.testing.assert_close(again.query, first.query, rtol=2e-2, atol=1e-3)

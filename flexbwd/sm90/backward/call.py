@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexbwd.jit.compile import compiled, load_dsl
 from flexbwd.jit.launch import tma_ready
+from flexbwd.modgraph.modplan import JClass
 from flexbwd.plan import Gradients, Needs
 from flexbwd.problem import empty_like_order
 from flexbwd.sm90.backward.config import BwdConfig
-from flexbwd.sm90.backward.tile import WGS, BwdTile, backward_tile
+from flexbwd.sm90.backward.tile import BwdTile, backward_tile
+from flexbwd.sm90.mods import NO_MODS, ModConfig
 from flexbwd.sm90.operands import Operands
+from flexbwd.sm90.walks import Band, Dense, Lists, Walk, WalkKind, kind_of
+
+Mods = tuple[ModConfig, tuple[Any, ...]]
 
 
 def backward(
@@ -23,7 +29,8 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     needs: Needs,
-    causal: bool = False,
+    walk: Walk,
+    mods: Mods = (NO_MODS, (0,)),
     tile: BwdTile | None = None,
 ) -> Gradients:
     """Gradients of `forward` at `grad_out` and `grad_lse`.
@@ -34,84 +41,138 @@ def backward(
         out [B, Hq, Sq, Dv], lse [B, Hq, Sq] natural log: what `forward` returned.
         grad_out [B, Hq, Sq, Dv]; grad_lse [B, Hq, Sq] fp32 or None.
         needs: gradients nobody asked for are not computed.
+        walk: which scores are kept; lists are by key tiles of `backward_tile(...)`, per query head.
+        mods: what `ModConfig.of` made for the kernel's tile.
         tile: None takes the table's.
     Returns:
         Gradients in the dtype and stride order of their tensors; None where not needed.
     """
     if not (needs.query or needs.key or needs.value):
         return Gradients()
-    tile = backward_tile(op.head_dim, op.value_dim, causal) if tile is None else tile
-    config = BwdConfig(tile, op.query.dtype, causal, op.group > 1, needs.query, needs.key, needs.value)
-    grads = [empty_like_order(t, t.shape) if n else None for t, n in _wanted(op, needs)]
+    tensors = (op.query, op.key, op.value)
+    wanted = (needs.query, needs.key, needs.value)
+    grads = [empty_like_order(t, t.shape) if n else None for t, n in zip(tensors, wanted, strict=True)]
     if not (op.batch and op.q_heads and op.q_len and op.kv_len):
         return Gradients(*[None if g is None else g.zero_() for g in grads])
-    _Launches(op, config).run(out, lse, grad_out, grad_lse, *grads)
+    heads = (kind_of(walk), op.group > 1)
+    key = _Static(op.head_dim, op.value_dim, op.query.dtype, *heads, *wanted, grad_lse is not None, mods[0])
+    kernels = _kernels(key, tile)
+    rows = (out, lse, tma_ready(dense(grad_out)), grad_lse)
+    _launch(kernels, op, rows, walk, mods[1], grads)
     return Gradients(*grads)
 
 
-def _wanted(op: Operands, needs: Needs) -> list[tuple[Tensor, bool]]:
-    return [(op.query, needs.query), (op.key, needs.key), (op.value, needs.value)]
+class _Static(NamedTuple):
+    """What the kernels of a call depend on; cheap to build and to hash."""
+
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    walk: WalkKind
+    grouped: bool
+    want_dq: bool
+    want_dk: bool
+    want_dv: bool
+    has_grad_lse: bool
+    mods: ModConfig
 
 
-class _Launches:
-    """The three kernels of one call and the scratch between them."""
+class _Kernels(NamedTuple):
+    """Compiled kernels of a call, and what its scratch is made of."""
 
-    def __init__(self, op: Operands, config: BwdConfig) -> None:
-        self.op, self.config = op, config
-        tile, device = config.tile, op.query.device
-        m_blocks = -(-op.q_len // tile.tile_m)
-        heads = op.batch * op.q_heads
-        floats = tile.tile_m * tile.dim
-        tiles = heads * m_blocks if config.want_dq else 1  # without dQ a placeholder that nobody touches
-        self.lse_log2, self.delta = torch.empty(
-            (2, heads, m_blocks * tile.tile_m), dtype=torch.float32, device=device
-        ).unbind()
-        self.dq_acc = torch.empty((tiles, floats), dtype=torch.float32, device=device)
+    tile: BwdTile
+    want_dq: bool
+    delta: Any
+    main: Any
+    convert: Any  # None without dQ
 
-    def section(self) -> int:
-        """Key heads whose CTAs start together, the key tile with the longest walk first.
 
-        Dense walks are equally long: one head at a time keeps its Q and dO in L2. Causal walks shrink from L to 0
-        tiles: the last section must hold more work than its longest walk, section · n_blocks · L/2 >= SMs · L.
-        Measured (H200, B2 S8192 D128 causal, one head at a time → this): H16/4 2.82 → 2.56 ms, H16 2.52 → 2.48 ms.
-        """
-        if not self.config.causal:
-            return 1
-        n_blocks = -(-self.op.kv_len // self.config.tile.tile_n)
-        sms = torch.cuda.get_device_properties(self.op.query.device).multi_processor_count
-        return min(-(-2 * sms // n_blocks), self.op.batch * self.op.kv_heads)
+@functools.lru_cache(maxsize=1024)
+def _kernels(key: _Static, tile: BwdTile | None) -> _Kernels:
+    load_dsl()
+    from flexbwd.sm90.convert import ConvertConfig, build_convert
+    from flexbwd.sm90.delta import DeltaConfig, build_delta
 
-    def run(
-        self,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        dq: Tensor | None,
-        dk: Tensor | None,
-        dv: Tensor | None,
-    ) -> None:
-        load_dsl()
-        from flexbwd.sm90.convert import ConvertConfig, build_convert
-        from flexbwd.sm90.delta import DeltaConfig, build_delta
+    if tile is None:
+        tile = backward_tile(key.head_dim, key.value_dim, key.mods.j_class is JClass.NONLINEAR)
+    config = BwdConfig(tile, key.dtype, key.walk, key.grouped, key.want_dq, key.want_dk, key.want_dv, key.mods)
+    floats = tile.tile_m * tile.dim if key.want_dq else 0
+    delta = DeltaConfig(key.dtype, key.value_dim, tile.tile_m, floats, key.has_grad_lse)
+    convert = ConvertConfig(key.dtype, tile.tile_m, tile.dim, tile.dq_wg_dim)
+    return _Kernels(
+        tile,
+        key.want_dq,
+        compiled(delta, lambda: build_delta(delta)),
+        compiled(config, lambda: build_backward(config)),
+        compiled(convert, lambda: build_convert(convert)) if key.want_dq else None,
+    )
 
-        op, config, tile = self.op, self.config, self.config.tile
-        grad_out = tma_ready(dense(grad_out))
-        lse = lse.contiguous()
-        floats = tile.tile_m * tile.dim if config.want_dq else 0
-        delta_config = DeltaConfig(config.dtype, op.value_dim, tile.tile_m, floats, grad_lse is not None)
-        delta = compiled(delta_config, lambda: build_delta(delta_config))
-        row_grad = lse if grad_lse is None else grad_lse.to(torch.float32).contiguous()
-        to_clear = self.dq_acc if config.want_dq else self.dq_acc.view(-1, 4)
-        delta(tma_ready(out), grad_out, lse, row_grad, self.lse_log2, self.delta, to_clear)
 
-        main = compiled(config, lambda: build_backward(config))
-        by_wg = self.dq_acc.view(-1, WGS, tile.dq_wg_floats)
-        targets = (op.key if dk is None else dk, op.value if dv is None else dv)
-        main(op.query, op.key, op.value, grad_out, self.lse_log2, self.delta, by_wg, *targets, op.scale, self.section())
-        if dq is not None:
-            convert_config = ConvertConfig(config.dtype, tile.tile_m, tile.dim, tile.dq_wg_dim)
-            compiled(convert_config, lambda: build_convert(convert_config))(self.dq_acc, dq, op.scale)
+def _launch(
+    kernels: _Kernels,
+    op: Operands,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    walk: Walk,
+    mods: tuple[Any, ...],
+    grads: list[Tensor | None],
+) -> None:
+    """The three kernels. `rows` is (out, lse, grad_out, grad_lse)."""
+    out, lse, grad_out, grad_lse = rows
+    dq, dk, dv = grads
+    tile = kernels.tile
+    lse_log2, delta, dq_acc = _scratch(op, tile, kernels.want_dq)
+    lse = lse.contiguous()
+    row_grad = lse if grad_lse is None else grad_lse.to(torch.float32).contiguous()
+    kernels.delta(tma_ready(out), grad_out, lse, row_grad, lse_log2, delta, dq_acc)
+    targets = (op.key if dk is None else dk, op.value if dv is None else dv)
+    arguments = walk_arguments(op, tile, walk)
+    inputs = (op.query, op.key, op.value, grad_out, lse_log2, delta, dq_acc)
+    kernels.main(*inputs, *targets, op.scale, arguments, mods)
+    if dq is not None:
+        kernels.convert(dq_acc, dq, op.scale)
+
+
+def _scratch(op: Operands, tile: BwdTile, want_dq: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse_log2, delta [B*Hq, padded Sq], dq_acc [tiles, floats]) in one allocation; without dQ a placeholder."""
+    heads = op.batch * op.q_heads
+    m_blocks = -(-op.q_len // tile.tile_m)
+    rows = m_blocks * tile.tile_m
+    floats = tile.tile_m * tile.dim
+    tiles = heads * m_blocks if want_dq else 0
+    held = torch.empty(2 * heads * rows + max(tiles * floats, 4), dtype=torch.float32, device=op.query.device)
+    shape, stride = (heads, rows), (rows, 1)
+    return (
+        held.as_strided(shape, stride, 0),
+        held.as_strided(shape, stride, heads * rows),
+        held.as_strided((tiles, floats) if tiles else (1, 4), (floats if tiles else 4, 1), 2 * heads * rows),
+    )
+
+
+def walk_arguments(op: Operands, tile: BwdTile, walk: Walk) -> tuple[Any, ...]:
+    """The kernel's `walk`: (section,), (section, lo, hi) or (order, counts, tiles)."""
+    if isinstance(walk, Lists):
+        return walk.lists.order, walk.lists.counts, walk.lists.tiles
+    if isinstance(walk, Dense):
+        return (1,)
+    return (_section(op, tile, walk), *walk.limits)
+
+
+def _section(op: Operands, tile: BwdTile, walk: Band) -> int:
+    """Key heads whose CTAs start together, the key tile with the longest walk first.
+
+    Equally long walks (dense, windows): one head at a time keeps its Q and dO in L2. Causal walks shrink from L to 0
+    tiles: the last section must hold more work than its longest walk, section · n_blocks · L/2 >= SMs · L.
+    Measured (H200, B2 S8192 D128 causal, one head at a time → this): H16/4 2.82 → 2.56 ms, H16 2.52 → 2.48 ms.
+    """
+    if walk.lo is not None and walk.hi is not None:
+        return 1
+    n_blocks = -(-op.kv_len // tile.tile_n)
+    return min(-(-2 * _sms(op.query.device) // n_blocks), op.batch * op.kv_heads)
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -126,17 +187,26 @@ def dense(tensor: Tensor) -> Tensor:
 def build_backward(config: BwdConfig) -> tuple[Any, tuple[Any, ...]]:
     """The jit function of `config` and its fake arguments."""
     load_dsl()
-    from cutlass import Float32, Int32, cute
-    from cutlass.cute.runtime import make_fake_tensor
+    from cutlass import Float32
 
     from flexbwd.jit.launch import fake_stream, fake_tensor
     from flexbwd.sm90.backward.kernel import BackwardKernel
-    from flexbwd.sm90.delta import fake_rows
+    from flexbwd.sm90.delta import fake_accumulator, fake_rows
 
-    share = config.tile.dq_wg_floats
-    dq_acc = make_fake_tensor(
-        Float32, (cute.sym_int32(), WGS, share), (cute.sym_int64(divisibility=WGS * share), share, 1), assumed_align=128
-    )
     matrices = [fake_tensor(config.dtype, 4) for _ in range(6)]
-    arguments = (*matrices[:4], fake_rows(), fake_rows(), dq_acc, *matrices[4:], Float32(1.0), Int32(1), fake_stream())
-    return BackwardKernel(config), arguments
+    dq_acc = fake_accumulator(config.tile.tile_m * config.tile.dim if config.want_dq else 0)
+    inputs = (*matrices[:4], fake_rows(), fake_rows(), dq_acc)
+    numbers = (Float32(1.0), fake_walk(config.walk), config.mods.fake_arguments())
+    return BackwardKernel(config), (*inputs, *matrices[4:], *numbers, fake_stream())
+
+
+def fake_walk(kind: WalkKind) -> tuple[Any, ...]:
+    """What `walk_arguments` will hand over."""
+    from cutlass import Int32
+
+    from flexbwd.jit.launch import fake_tensor
+
+    if kind.lists:
+        lists = [fake_tensor(torch.int32, rank, align) for rank, align in ((1, 4), (4, 16), (4, 4))]
+        return tuple(lists)
+    return tuple(Int32(1) for _ in range(3 if kind.band else 1))

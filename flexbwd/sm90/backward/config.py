@@ -7,17 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from flexbwd.sm90.backward.tile import BwdTile
+from flexbwd.sm90.mods import NO_MODS, ModConfig
+from flexbwd.sm90.walks import DENSE, WalkKind
 
 
 @dataclass(frozen=True)
 class BwdConfig:
     tile: BwdTile
     dtype: torch.dtype
-    causal: bool = False
+    walk: WalkKind = DENSE
     grouped: bool = False  # more than one query head per key head
     want_dq: bool = True
     want_dk: bool = True
     want_dv: bool = True
+    mods: ModConfig = NO_MODS
 
     @property
     def want_ds(self) -> bool:

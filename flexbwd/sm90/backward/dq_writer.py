@@ -8,14 +8,12 @@ order.
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from flexbwd.sm90.backward.config import BwdConfig
-from flexbwd.sm90.backward.operands import Work
-from flexbwd.sm90.backward.pipes import DQ_THREADS, Barrier
-from flexbwd.sm90.backward.walk import BwdWalk
+from flexbwd.sm90.backward.pipes import DQ_END, DQ_THREADS, Barrier
+from flexbwd.sm90.backward.storage import Smem
 
 
 def bulk_reduce_add_f32(smem: cute.Pointer, gmem: cute.Pointer, size_bytes: int) -> None:
@@ -30,30 +28,21 @@ def bulk_reduce_add_f32(smem: cute.Pointer, gmem: cute.Pointer, size_bytes: int)
 class DqWriter:
     config: BwdConfig
     dq_acc: cute.Tensor  # [B*Hq*m_blocks, warpgroups, floats]
-    sdQ: cute.Tensor  # (floats, warpgroups)
-    walk: BwdWalk
+    smem: Smem
 
     @cute.jit
-    def run(self, work: Work, wg: Int32):
-        """Serve warpgroup `wg` through the whole walk."""
-        m_begin, _, m_end = self.walk.runs(work.n_block)
-        if cutlass.const_expr(self.config.grouped):
-            for g in cutlass.range(work.group, unroll=1):
-                self.head(work, work.q_head + g, m_begin, m_end, wg)
-        else:
-            self.head(work, work.q_head, m_begin, m_end, wg)
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-    @cute.jit
-    def head(self, work: Work, head: Int32, m_begin: Int32, m_end: Int32, wg: Int32):
+    def run(self, wg: Int32):
+        """Serve warpgroup `wg` until it says that there is no more."""
         size_bytes = 4 * self.config.tile.dq_wg_floats
-        blocks = (self.walk.q_len + (self.walk.tile_m - 1)) // self.walk.tile_m
-        first = (work.batch * work.q_heads + head) * blocks
-        for m in cutlass.range(m_begin, m_end, unroll=1):
+        dq_acc, sdQ = self.dq_acc, self.smem.dq[None, wg]
+        target = Int32(0)
+        while target != DQ_END:
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the share sent last has been read out
             cute.arch.barrier_arrive(barrier_id=Barrier.DQ_EMPTY + wg, number_of_threads=DQ_THREADS)
             cute.arch.barrier(barrier_id=Barrier.DQ_FULL + wg, number_of_threads=DQ_THREADS)
-            with cute.arch.elect_one():
-                target = self.dq_acc[first + m, wg, None]
-                bulk_reduce_add_f32(self.sdQ[None, wg].iterator, target.iterator, size_bytes)
-            cute.arch.cp_async_bulk_commit_group()
+            target = cute.arch.make_warp_uniform(self.smem.dq_target[wg])
+            if target >= 0:
+                with cute.arch.elect_one():
+                    bulk_reduce_add_f32(sdQ.iterator, dq_acc[target, wg, None].iterator, size_bytes)
+                cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from flexbwd.sm90.backward.config import BwdConfig
 from flexbwd.sm90.backward.operands import Matrix, Outputs, Work
 from flexbwd.sm90.backward.pipes import Barrier
+from flexbwd.sm90.backward.products import Accumulators, Products
 from flexbwd.sm90.backward.storage import Smem
 from flexbwd.sm90.backward.tile import MMA_THREADS
 
@@ -23,13 +24,13 @@ class Epilogue:
     scale: Float32
 
     @cute.jit
-    def run(self, work: Work, mma_dk: Any, mma_dv: Any, acc_dK: cute.Tensor, acc_dV: cute.Tensor, thread: Int32):
+    def run(self, work: Work, products: Products, acc: Accumulators, thread: Int32):
         config = self.config
         cute.arch.barrier(barrier_id=Barrier.EPILOGUE, number_of_threads=MMA_THREADS)
         if cutlass.const_expr(config.want_dv):
-            self.stage(mma_dv, acc_dV, self.smem.v, thread, Float32(1.0))
+            self.stage(products.dv.mma, acc.dV, self.smem.v, thread, Float32(1.0))
         if cutlass.const_expr(config.want_dk):
-            self.stage(mma_dk, acc_dK, self.smem.k, thread, self.scale)
+            self.stage(products.dk.mma, acc.dK, self.smem.k, thread, self.scale)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=Barrier.EPILOGUE, number_of_threads=MMA_THREADS)
         if thread < 32:

@@ -27,7 +27,7 @@ from flexbwd.sm90.backward.operands import Inputs, Matrix, Outputs, Work
 from flexbwd.sm90.backward.pipes import Pipes
 from flexbwd.sm90.backward.storage import Smem, smem_layouts, storage_struct
 from flexbwd.sm90.backward.tile import WG_THREADS, WGS
-from flexbwd.sm90.backward.walk import BwdWalk, work_item
+from flexbwd.sm90.backward.walk import BwdWalk
 
 THREADS = (1 + WGS) * WG_THREADS
 PRODUCER_REGISTERS, MMA_REGISTERS = 24, 240
@@ -51,6 +51,12 @@ def _matrix(op: Any, tensor: cute.Tensor, layout: Any, rows: int, columns: int) 
     return Matrix(atom, m)
 
 
+def _by_warpgroups(dq_acc: cute.Tensor, share: int) -> cute.Tensor:
+    """[tiles, floats] as [tiles, warpgroups, floats of one]; the tile stride stays 64 bits wide."""
+    layout = cute.make_layout((dq_acc.shape[0], WGS, share), stride=(dq_acc.stride[0], share, 1))
+    return cute.make_tensor(dq_acc.iterator, layout)
+
+
 class BackwardKernel:
     """Host launcher and kernel of one configuration."""
 
@@ -70,9 +76,11 @@ class BackwardKernel:
         grad_key: cute.Tensor,
         grad_value: cute.Tensor,
         scale: Float32,
-        section: Int32,
+        walk: tuple,
+        mods: tuple,
         stream: Any,
     ):
+        """`walk`: see `BwdWalk.detail`; `mods`: what `ModConfig.of` made."""
         tile, dtype = self.config.tile, query.element_type
         layouts = smem_layouts(tile, dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -87,16 +95,18 @@ class BackwardKernel:
         outputs = Outputs(
             dk=_matrix(store, grad_key, layouts.k, tile.tile_n, tile.dim),
             dv=_matrix(store, grad_value, layouts.v, tile.tile_n, tile.value_dim),
-            dq_acc=dq_acc,
+            dq_acc=_by_warpgroups(dq_acc, tile.dq_wg_floats),
         )
         n_blocks = (key.shape[2] + (tile.tile_n - 1)) // tile.tile_n
         items = n_blocks * key.shape[1] * key.shape[0]
-        self.kernel(inputs, outputs, n_blocks, section, scale).launch(
+        self.kernel(inputs, outputs, n_blocks, walk, mods, scale).launch(
             grid=(items, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, inputs: Inputs, outputs: Outputs, n_blocks: Int32, section: Int32, scale: Float32):
+    def kernel(
+        self, inputs: Inputs, outputs: Outputs, n_blocks: Int32, walk_arguments: tuple, mods: tuple, scale: Float32
+    ):
         config, tile = self.config, self.config.tile
         dtype = dsl_dtype(config.dtype)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -109,13 +119,20 @@ class BackwardKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        walk = BwdWalk(
+            config.walk,
+            tile.tile_m,
+            tile.tile_n,
+            inputs.q.m.shape[0],
+            inputs.k.m.shape[0],
+            walk_arguments,
+        )
         q_heads, kv_heads = inputs.q.m.shape[2], inputs.k.m.shape[2]
-        n_block, head = work_item(cute.arch.block_idx()[0], n_blocks, kv_heads * inputs.k.m.shape[3], section)
+        n_block, head = walk.item(cute.arch.block_idx()[0], n_blocks, kv_heads * inputs.k.m.shape[3])
         batch = head // kv_heads
         kv_head = head - batch * kv_heads
         group = q_heads // kv_heads if config.grouped else 1
         work = Work(n_block, kv_head, kv_head * group, batch, group, q_heads)
-        walk = BwdWalk(tile.tile_m, tile.tile_n, config.causal, inputs.q.m.shape[0], inputs.k.m.shape[0])
 
         if warp < Warp.MMA:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -123,10 +140,10 @@ class BackwardKernel:
                 Loader(config, inputs, smem, pipes, walk).run(work)
             if cutlass.const_expr(config.want_dq):  # noqa: SIM102 - the outer condition is static
                 if warp >= Warp.DQ_WRITER and warp < Warp.DQ_WRITER + WGS:
-                    DqWriter(config, outputs.dq_acc, smem.dq, walk).run(work, warp - Warp.DQ_WRITER)
+                    DqWriter(config, outputs.dq_acc, smem).run(warp - Warp.DQ_WRITER)
         else:
             cute.arch.setmaxregister_increase(MMA_REGISTERS)
             epilogue = Epilogue(config, outputs, smem, scale)
             thread = cute.arch.thread_idx()[0] - WG_THREADS
             wg = warp // 4 - 1
-            MmaWarpgroups(config, smem, pipes, walk, epilogue, scale * LOG2_E).run(work, wg, thread)
+            MmaWarpgroups(config, smem, pipes, walk, epilogue, scale * LOG2_E, mods).run(work, wg, thread)

@@ -1,4 +1,7 @@
-"""Loader: one warp that keeps the Q/LSE and dO/delta rings full. K and V are loaded once."""
+"""Loader: one warp that keeps the Q/LSE and dO/delta rings full. K and V are loaded once.
+
+It alone knows the walk: beside every query tile it puts a record that says which one it is.
+"""
 
 from dataclasses import dataclass
 
@@ -43,16 +46,16 @@ class Loader:
         cute.copy(inputs.k.atom, gK[None, work.n_block], sK, tma_bar_ptr=pipes.kv)
         cute.copy(inputs.v.atom, gV[None, work.n_block], sV, tma_bar_ptr=pipes.kv)
 
-        m_begin, _, m_end = self.walk.runs(work.n_block)
         tick = Int32(0)
         if cutlass.const_expr(self.config.grouped):
             for g in cutlass.range(work.group, unroll=1):
-                tick = self.head(work, work.q_head + g, m_begin, m_end, tick)
+                tick = self.head(work, work.q_head + g, tick)
         else:
-            tick = self.head(work, work.q_head, m_begin, m_end, tick)
+            tick = self.head(work, work.q_head, tick)
+        self.announce(tick, 0, Int32(-1), Int32(0), Int32(0), Int32(0))
 
     @cute.jit
-    def head(self, work: Work, head: Int32, m_begin: Int32, m_end: Int32, tick: Int32):
+    def head(self, work: Work, head: Int32, tick: Int32):
         """All query tiles of one query head; returns the tick after them."""
         tile = self.config.tile
         inputs, smem, pipes = self.inputs, self.smem, self.pipes
@@ -62,8 +65,10 @@ class Loader:
         gLse = cute.local_tile(inputs.lse[row, None], (tile.tile_m,), (None,))
         gDelta = cute.local_tile(inputs.delta[row, None], (tile.tile_m,), (None,))
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * tile.tile_m)
-        for m in cutlass.range(m_begin, m_end, unroll=1):
-            pipes.q.acquire(tick, tile.tile_m * (2 * tile.dim + 4))
+        runs = self.walk.runs(work, head)
+        for i in cutlass.range(runs.total, unroll=1):
+            m = self.walk.tile(runs, work, head, i)
+            self.announce(tick, tile.tile_m * (2 * tile.dim + 4), m, row, runs.partial, runs.edge + runs.full)
             s = pipes.q.buffer(tick)
             cute.copy(inputs.q.atom, gQ[None, m], sQ[None, s], tma_bar_ptr=pipes.q.full(tick))
             with cute.arch.elect_one():
@@ -75,3 +80,29 @@ class Loader:
                 cute.copy(bulk, gDelta[None, m], smem.delta[None, s], mbar_ptr=pipes.do.full(tick))
             tick += 1
         return tick
+
+    @cute.jit
+    def announce(
+        self,
+        tick: Int32,
+        tx_bytes: cutlass.Constexpr[int],
+        m: Int32,
+        row: Int32,
+        partial: Int32,
+        kept: Int32,
+    ):
+        """Wait for the tick-th buffer of the q ring, write its record and announce `tx_bytes`.
+
+        One thread does the last two, so that the barrier's release covers the record.
+        """
+        ring = self.pipes.q
+        place = cute.make_tensor(self.smem.record[None, ring.buffer(tick)].iterator, cute.make_layout((4,)))
+        record = cute.make_rmem_tensor((4,), Int32)
+        record[0], record[1], record[2], record[3] = m, row, partial, kept
+        cute.arch.mbarrier_wait(ring.empty(tick), ring.phase(tick) ^ 1)
+        with cute.arch.elect_one():
+            cute.autovec_copy(record, place)
+            if cutlass.const_expr(tx_bytes > 0):
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full(tick), tx_bytes)
+            else:
+                cute.arch.mbarrier_arrive(ring.full(tick))

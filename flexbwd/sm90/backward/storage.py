@@ -1,11 +1,14 @@
 """Shared memory of the backward kernel.
 
 bars     kv full | q full[stages], empty[stages] | dO full, empty
+record       what the query tile of a stage is, riding on the q ring: (query tile, its matrix batch * Hq + head, partial
+             tiles and other tiles of that head's walk); query tile -1 ends the walk
 lse, delta   tile_m fp32 per stage, riding on the q and dO rings
 k, v     stationary; at the end dK and dV on their way out
 q, do    rings
 p, ds    tile_m x tile_n, keys contiguous; p only where warpgroups share a tile by dims
 dq       fp32, per warpgroup, in fragment order: see dq_writer.py
+dq_target    per warpgroup, the tile of the accumulator that dq is for
 """
 
 import math
@@ -55,12 +58,14 @@ def smem_layouts(tile: BwdTile, dtype: Any) -> Layouts:
 
 def storage_struct(tile: BwdTile, dtype: Any) -> Any:
     """The struct to allocate; sizes are in elements."""
-    barriers = 1 + 2 * tile.q_stages + 2 * tile.do_stages
+    barriers = 1 + 2 * (tile.q_stages + tile.do_stages)
     weights = tile.tile_m * tile.tile_n * tile.ds_stages
 
     @cute.struct
     class Storage:
         bars: cute.struct.MemRange[cutlass.Int64, barriers]
+        dq_target: cute.struct.MemRange[cutlass.Int32, WGS]
+        record: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, 4 * tile.q_stages], 16]
         lse: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, tile.tile_m * tile.q_stages], 128]
         delta: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, tile.tile_m * tile.do_stages], 128]
         k: cute.struct.Align[cute.struct.MemRange[dtype, tile.tile_n * tile.dim], 1024]
@@ -84,9 +89,11 @@ class Smem:
     do: Any
     p: Any
     ds: Any
+    record: Any  # (4, stages) int32
     lse: Any  # (tile_m, stages)
     delta: Any  # (tile_m, stages)
     dq: Any  # (floats of a warpgroup, warpgroups)
+    dq_target: Any  # (warpgroups) int32
 
     @classmethod
     def of(cls, storage: Any, tile: BwdTile, dtype: Any) -> "Smem":
@@ -102,9 +109,11 @@ class Smem:
             do=swizzled(storage.do, layouts.do),
             p=swizzled(storage.ds if tile.by_keys else storage.p, layouts.ds),
             ds=swizzled(storage.ds, layouts.ds),
+            record=storage.record.get_tensor(cute.make_layout((4, tile.q_stages))),
             lse=storage.lse.get_tensor(cute.make_layout((tile.tile_m, tile.q_stages))),
             delta=storage.delta.get_tensor(cute.make_layout((tile.tile_m, tile.do_stages))),
             dq=storage.dq.get_tensor(cute.make_layout((tile.dq_wg_floats, WGS))),
+            dq_target=storage.dq_target.get_tensor(cute.make_layout((WGS,))),
         )
 
 
