@@ -30,7 +30,7 @@ from typing import Any
 from flexbwd.errors import CacheNotice
 from flexbwd.jit import objects, tidy
 from flexbwd.jit.codec import canonical
-from flexbwd.jit.toolchain import NO_DRIVER, toolchain
+from flexbwd.jit.toolchain import NO_DRIVER, edited, toolchain
 
 LOCK_SECONDS = 120.0
 ABOUT = "about.txt"
@@ -88,7 +88,7 @@ class Cache:
             if found is not None:
                 return found, False
             kernel = make()
-            if mine and _flavour_as_expected():
+            if mine and _flavour_as_expected() and not edited():
                 self._write(kernel, text)
                 # what was stored is what runs, here too: it also lacks the DSL's Python wrapper around each call
                 return _load(self.store, text) or kernel, True
@@ -112,7 +112,9 @@ def default() -> Cache:
     return _default(root_folder())
 
 
-_default = functools.cache(Cache.under)
+@functools.cache
+def _default(root: Path) -> Cache:
+    return Cache() if edited() else Cache.under(root)
 
 
 def root_folder() -> Path:

@@ -14,10 +14,14 @@ itself.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
+
+import torch
 
 from flexbwd.jit import alarm, cache, codec, dsl
 from flexbwd.jit.dsl import compile_now, load_dsl
@@ -90,11 +94,10 @@ class Kernel:
         return self.ready()(*arguments)
 
     def _compile(self) -> Any:
-        name = name_of(self.config)
-        alarm.check(name)
+        alarm.check(name_of(self.config))
         dsl.load_dsl()
         build: Callable[[Any], Parts] = codec.find(self.build) if isinstance(self.build, str) else self.build
-        return compile_now(lambda: build(self.config), name=name)
+        return compile_now(lambda: build(self.config), name=str(self.config))
 
     def _take(self, found: Launch, how: str, begin: float) -> None:
         self.event = Event(name_of(self.config), how, time.perf_counter() - begin)
@@ -126,5 +129,27 @@ def forget() -> None:
 
 
 def name_of(config: Any) -> str:
-    """What a configuration is called in messages: its `label`, or its fields."""
-    return str(getattr(config, "label", "") or config)
+    """A configuration in a few words: its class, and the fields that are not at their defaults.
+
+    "Fwd dim 128 value_dim 128 stages 3 bfloat16 has_lo"
+    """
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        return str(config)
+    return " ".join([type(config).__name__.removesuffix("Config"), *_words(config)])
+
+
+def _words(value: Any, name: str = "") -> list[str]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shown = [f for f in dataclasses.fields(value) if f.compare and getattr(value, f.name) != f.default]
+        return [word for f in shown for word in _words(getattr(value, f.name), f.name)]
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", [name] * len(value))
+        return [word for n, v in zip(names, value, strict=True) for word in _words(v, n)]
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [name]
+    if isinstance(value, (torch.dtype, enum.Enum)):
+        return [str(value).rpartition(".")[2]]
+    text = str(value)
+    return [f"{name} {text if len(text) <= 12 else text[:8]}"]  # a hash needs no more

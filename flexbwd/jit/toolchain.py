@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -25,6 +26,7 @@ DSL = "nvidia-cutlass-dsl"
 REMEDY = "pip install 'nvidia-cutlass-dsl>=4.8.1,<4.9' apache-tvm-ffi"
 NO_DRIVER = "none"
 
+_BEGAN = time.time()
 _LIBRARY = "libcute_dsl_runtime.so"
 _SOURCES = ("sm90/**/*.py", "jit/*.py", "modgraph/**/*.py")
 # environment of the DSL that cannot change the code: where it looks, what it prints and keeps
@@ -120,9 +122,21 @@ def _identity(package: str) -> str:
 
 def source_hash() -> str:
     """Of the files that take part in making kernels."""
-    root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for source in sorted(path for pattern in _SOURCES for path in root.glob(pattern)):
-        digest.update(f"{source.relative_to(root).as_posix()}\0".encode())
+    for source in _sources():
+        digest.update(f"{source.relative_to(_root()).as_posix()}\0".encode())
         digest.update(source.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
+
+
+def edited() -> bool:
+    """Has a source changed since this process began? Then its hash may not be that of the code that runs here."""
+    return any(source.stat().st_mtime > _BEGAN for source in _sources())
+
+
+def _sources() -> list[Path]:
+    return sorted(path for pattern in _SOURCES for path in _root().glob(pattern))
+
+
+def _root() -> Path:
+    return Path(__file__).resolve().parents[1]

@@ -235,4 +235,5 @@ def _workers(missing: int) -> int:
             raise OptionError(f"{ENVIRONMENT}={named!r} must be a number of processes, 0 for none")
         return int(named)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if missing < FEW else min(cores - 1, MOST_WORKERS)
+    idle = cores - 1 - round(os.getloadavg()[0])  # one is ours; a worker on a busy core only costs
+    return 0 if missing < FEW else max(0, min(idle, MOST_WORKERS))

@@ -67,6 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(alarm, "_warmed", False)
     monkeypatch.setattr(compile, "_kernels", {})
     monkeypatch.setattr(tidy, "_tidied", set())
+    monkeypatch.setattr(cache, "edited", lambda: False)  # somebody may be editing while tests run
     cache.notice.cache_clear()
     yield root
     cache._default.cache_clear()

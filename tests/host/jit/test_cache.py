@@ -177,6 +177,14 @@ def test_a_compiler_of_another_flavour_than_expected_stores_nothing(made, monkey
     assert cache.default().find(CONFIG) is None
 
 
+def test_sources_edited_since_the_process_began_switch_the_cache_off(stored, made, monkeypatch):
+    store = cache.default()
+    monkeypatch.setattr(cache, "edited", lambda: True)
+    assert store.find_or_make(OTHER, lambda: made) == (made, True) and store.find(OTHER) is None
+    cache._default.cache_clear()
+    assert cache.default().find_or_make(CONFIG, lambda: made) == (made, True)
+
+
 # -- waiting and tidying -----------------------------------------------------------------------------------------------
 def test_who_comes_second_waits_and_loads(made):
     def slow():

@@ -18,7 +18,7 @@ from flexbwd.errors import (
     UnsupportedError,
 )
 from flexbwd.jit import alarm, compile
-from flexbwd.jit.compile import compile_now, compiled, events, forget, kernel_of
+from flexbwd.jit.compile import _words, compile_now, compiled, events, forget, kernel_of, name_of
 from flexbwd.sm90.tile import FwdTile
 from tests.host.jit.conftest import BUILD, small
 
@@ -69,6 +69,16 @@ def test_a_real_kernel_compiles_and_loads():
         with pytest.raises(TypeError):
             kernel.run(1, 2, 3)
         forget()
+
+
+def test_a_configuration_is_named_in_a_few_words():
+    from flexbwd.sm90.walks import WalkKind
+
+    config = small()
+    assert name_of(config) == "Delta bfloat16 value_dim 16 tile_m 64 dq_floats 0"
+    assert name_of(FwdTile(64, 96, stages=5)) == "FwdTile dim 64 value_dim 96 stages 5"
+    assert _words(WalkKind(has_lo=True)) == ["has_lo"]
+    assert name_of("text") == "text"
 
 
 # -- alarm -------------------------------------------------------------------------------------------------------------

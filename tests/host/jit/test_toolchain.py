@@ -51,6 +51,14 @@ def test_an_edited_source_changes_the_fingerprint(again, tmp_path, monkeypatch):
     assert toolchain.source_hash() != before
 
 
+def test_an_edit_after_the_process_began_is_seen(monkeypatch):
+    newest = max(source.stat().st_mtime for source in toolchain._sources())
+    monkeypatch.setattr(toolchain, "_BEGAN", newest + 1)
+    assert not toolchain.edited()
+    monkeypatch.setattr(toolchain, "_BEGAN", newest - 1)
+    assert toolchain.edited()
+
+
 def test_another_version_or_wheel_of_the_dsl_changes_the_fingerprint(again, monkeypatch):
     real = metadata.distribution
     seen = {again().fingerprint()}

@@ -108,7 +108,17 @@ def test_the_number_of_workers_is_the_environments(monkeypatch):
         warm._workers(2)
 
 
-def test_ahead_compiles_in_the_background(folder):
+def test_no_worker_is_started_on_a_busy_machine_or_for_little(monkeypatch):
+    monkeypatch.setattr(warm.os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    counts = []
+    for load in (0.0, 12.2, 40.0):
+        monkeypatch.setattr(warm.os, "getloadavg", lambda load=load: (load, load, load))
+        counts.append((warm._workers(2), warm._workers(10)))
+    assert counts == [(0, 8), (0, 3), (0, 0)]
+
+
+def test_ahead_compiles_in_the_background(folder, monkeypatch):
+    monkeypatch.setenv("FLEXBWD_COMPILE_WORKERS", "1")
     config = small(128, grad_lse=True)
     warm.ahead([(config, BUILD)])
     give_up = time.monotonic() + 120
