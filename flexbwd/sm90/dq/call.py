@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexbwd.jit.compile import compiled, load_dsl
+from flexbwd.jit.compile import Kernel, kernel_of, load_dsl
 from flexbwd.jit.launch import fake_stream, fake_tensor
 from flexbwd.sm90.dq.config import DqConfig
 from flexbwd.sm90.dq.tile import DqTile, dq_tile
-from flexbwd.sm90.mods import NO_MODS, ModConfig
+from flexbwd.sm90.mods import ModConfig
 from flexbwd.sm90.operands import Operands
+from flexbwd.sm90.parts import Parts
 from flexbwd.sm90.walks import Dense, Lists, Walk, WalkKind, kind_of
 
 _L2_BYTES = 32 << 20  # of 50 MiB on H200: what K and V of one section may take
@@ -45,17 +46,6 @@ def fake_walk(kind: WalkKind) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Mods:
-    """Static and run-time parts of the mods, as `ModConfig.of` gives them."""
-
-    config: ModConfig = NO_MODS
-    arguments: tuple[Any, ...] = (0,)
-
-
-_NO_MODS = Mods()
-
-
-@dataclass(frozen=True)
 class RowTerms:
     """What the delta kernel leaves: lse in the log2 domain and delta, [B*Hq, >= Sq] fp32."""
 
@@ -63,22 +53,28 @@ class RowTerms:
     delta: Tensor
 
 
+@functools.lru_cache(maxsize=1024)
+def dq_kernel(
+    head_dim: int, value_dim: int, dtype: torch.dtype, walk: WalkKind, mods: ModConfig, tile: DqTile | None = None
+) -> Kernel:
+    """The kernel; `tile` None takes the table's."""
+    tile = dq_tile(head_dim, value_dim) if tile is None else tile
+    return kernel_of(DqConfig(tile, dtype, walk, mods), "flexbwd.sm90.dq.call:build_dq")
+
+
 def launch_dq(
     op: Operands,
     grad_out: Tensor,
     rows: RowTerms,
     grad_query: Tensor,
-    walk: Walk,
-    mods: Mods = _NO_MODS,
+    parts: Parts,
     tile: DqTile | None = None,
 ) -> None:
     """Write `grad_query` [B, Hq, Sq, D]. Lists are by query tiles of `dq_tile(...)`."""
-    tile = dq_tile(op.head_dim, op.value_dim) if tile is None else tile
-    config = DqConfig(tile, op.query.dtype, kind_of(walk), mods.config)
-    kernel = compiled(config, functools.partial(build_dq, config))
-    detail, ctas = _walk_arguments(op, walk)
+    kernel = dq_kernel(op.head_dim, op.value_dim, op.query.dtype, kind_of(parts.walk), parts.mods[0], tile)
+    detail, ctas = _walk_arguments(op, parts.walk)
     inputs = (op.query, op.key, op.value, grad_out, rows.lse_log2, rows.delta)
-    kernel(*inputs, grad_query, op.scale, detail, ctas, mods.arguments)
+    kernel.run(*inputs, grad_query, op.scale, detail, ctas, parts.mods[1])
 
 
 def _walk_arguments(op: Operands, walk: Walk) -> tuple[tuple[Any, ...], int]:

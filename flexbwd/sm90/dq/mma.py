@@ -26,7 +26,7 @@ from flexbwd.sm90.dq.storage import Smem, transposed
 from flexbwd.sm90.dq.tile import DqTile
 from flexbwd.sm90.dq.walk import DqWalk
 from flexbwd.sm90.dq.weights import EDGE, FULL, PARTIAL, Place, RowStats, Weights
-from flexbwd.sm90.numerics import as_operand, first_column, first_row, gemm, rows_and_columns
+from flexbwd.sm90.numerics import as_operand, first_column, first_row, gemm
 from flexbwd.sm90.tile import WG_ROWS, WG_THREADS
 
 TURN = 1  # named barriers 1 ... wgs; the epilogue's follow
@@ -172,13 +172,11 @@ class MmaWarpgroup:
         warpgroup.commit_group()
         self.pass_turn(lane.wg)
         warpgroup.wait_group(1)
-        rS, rdP = rows_and_columns(acc_S), rows_and_columns(acc_dP)
-        place = Place(lane.row, lane.col + n * tile.tile_n)
-        mods, factor = weights.tile(rows, place.col), weights.factor(frags.rdS.element_type)
-        weights.exponentiate(rS, factor, stats, place, mods, kind)
+        place = Place(lane.row, lane.col + n * tile.tile_n, rows)
+        weights.exponentiate(acc_S, stats, place, kind)
         warpgroup.wait_group(0)
         v.release(tick)
-        weights.through_softmax(rS, rdP, factor, stats, mods)
+        weights.through_softmax(acc_S, acc_dP, stats, place)
         frags.rdS.store(acc_dP.load().to(frags.rdS.element_type))
         warpgroup.fence()  # orders this thread's writes of dS and dQ before the wgmma that reads them
         gemm(mmas.dq, frags.acc_dQ, as_operand(frags.rdS), frags.kt[None, None, None, k.buffer(tick)], True)

@@ -1,17 +1,19 @@
-"""Weights: what happens between S, dP and dS."""
+"""Weights: what happens between S, dP and dS, on fragments with queries as rows."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from flexbwd.modgraph.modplan import JClass
 from flexbwd.sm90.dq.roles import Operands, Scales
 from flexbwd.sm90.dq.walk import DqWalk
+from flexbwd.sm90.fragments import groups
 from flexbwd.sm90.mods import Axis, ModConfig
 from flexbwd.sm90.numerics import column_of, exp2
+from flexbwd.sm90.walks import WalkKind
 
 FULL, EDGE, PARTIAL = "full", "edge", "partial"
 
@@ -40,76 +42,66 @@ class Place:
 
     row: Int32
     col: Int32
+    mods: Any  # mod_tile.Rows: queries are rows
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The arithmetic of one element; mods are evaluated on the same fragments."""
+    """The arithmetic of an element. Fragments are gone through in groups of columns, so that what a mod computes on the
+    way lives shortly."""
 
     walk: DqWalk
     scales: Scales
     mods: cutlass.Constexpr[ModConfig]
-    tile_n: cutlass.Constexpr[int]
 
     def rows(self, arguments: tuple, batch: Int32, head: Int32, row: Int32) -> Any:
         """Mods of one work item, before its tiles."""
         return self.mods.head(arguments, batch, head, self.scales.score_log2).rows(Axis(row, (0, 8)), "q")
 
-    def tile(self, rows: Any, col: Int32) -> Any:
-        """Mods of one tile."""
-        return rows.tile(Axis(col, tuple(column_of(j) for j in range(self.tile_n // 4))))
+    def exponentiate(self, acc_S: cute.Tensor, stats: RowStats, place: Place, kind: str) -> None:
+        """S becomes P = exp2(s' − lse), 0 where not kept, times ∂s'/∂s if that depends on the score; in place."""
+        for columns, score in groups(acc_S):
+            tile, factor = self.tile(place, columns), None
+            if self.mods.has_score:
+                if self.mods.j_class is JClass.NONLINEAR:
+                    factor = cute.make_rmem_tensor((2, len(columns)), Float32)
+                tile.score_and_factor(score, factor)
+            scale = 1.0 if self.mods.has_score else self.scales.score_log2
+            for r in range(2):
+                for j, column in enumerate(columns):
+                    score[r, j] = self.within(score[r, j] * scale - stats.lse[r], place, r, column, kind)
+            if self.mods.has_keep or (self.mods.has_mask and kind == PARTIAL):
+                tile.mask(score, kind == PARTIAL)
+            for r in range(2):
+                for j in range(len(columns)):
+                    score[r, j] = exp2(score[r, j])
+            if factor is not None:
+                tile.times_factor(score, factor)
 
-    def factor(self, dtype: Any) -> cute.Tensor | None:
-        """Where ds'/ds is kept between the scores and dS, if it depends on the score: 16 bits an element."""
-        if self.mods.j_class is not JClass.NONLINEAR:
-            return None
-        return cute.make_rmem_tensor(cute.make_layout((2, self.tile_n // 4)), dtype)
-
-    @cute.jit
-    def exponentiate(
-        self,
-        rS: cute.Tensor,
-        factor: Any,
-        stats: RowStats,
-        place: Place,
-        tile: Any,
-        kind: cutlass.Constexpr[str],
-    ):
-        """S becomes P = exp2(s' − lse), in place; 0 where not kept."""
-        if cutlass.const_expr(self.mods.has_score):
-            tile.score_and_factor(rS, factor)
-        scale = 1.0 if self.mods.has_score else self.scales.score_log2
-        for r in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(cute.size(rS, mode=[1])):
-                rS[r, j] = rS[r, j] * scale - stats.lse[r]
-        if cutlass.const_expr(self.mods.has_keep or (self.mods.has_mask and kind == PARTIAL)):
-            tile.mask(rS, kind == PARTIAL)
-        for r in cutlass.range_constexpr(2):
-            self.limit(rS, r, place, kind)
-            for j in cutlass.range_constexpr(cute.size(rS, mode=[1])):
-                rS[r, j] = exp2(rS[r, j])
-
-    def limit(self, rS: cute.Tensor, r: int, place: Place, kind: str) -> None:
-        """-inf beyond the keys, and on partial tiles outside the band; one compare an element and side."""
+    def within(self, x: Float32, place: Place, r: int, column: int, kind: str) -> Float32:
+        """`x`, or -inf beyond the keys, and on partial tiles outside the band; one compare a side."""
         if kind == FULL:
-            return
+            return x
         walk = self.walk
-        band = walk.kind if kind == PARTIAL else None
-        past = walk.kv_len - place.col  # first column, from place.col on, that does not exist
-        if band is not None and band.has_lo:
-            past = cutlass.min(past, place.row + (8 * r + 1) - walk.detail[1] - place.col)
-        for j in range(cute.size(rS, mode=[1])):
-            kept = past > column_of(j)
-            if band is not None and band.has_hi:
-                kept = kept & (place.row + 8 * r - walk.detail[2] - place.col <= column_of(j))
-            # a select of one value: an `if` around the store would carry the whole fragment through each branch
-            rS[r, j] = cutlass.select_(Boolean(kept), rS[r, j], -Float32.inf)
+        band = walk.kind if kind == PARTIAL else WalkKind()
+        past = walk.kv_len - place.col  # first column, from place.col on, that is not kept
+        if band.has_lo:
+            past = cutlass.min(past, place.row + (8 * r + 1) - walk.tiles.lo - place.col)
+        kept = past > column_of(column)
+        if band.has_hi:
+            kept = kept & (place.row + 8 * r - walk.tiles.hi - place.col <= column_of(column))
+        # a select of one value: an `if` around the store would carry the whole fragment through each branch
+        return cutlass.select_(kept, x, -Float32.inf)
 
-    @cute.jit
-    def through_softmax(self, rP: cute.Tensor, rdP: cute.Tensor, factor: Any, stats: RowStats, tile: Any):
-        """dP becomes dS = P ∘ (dP − delta) ∘ ds'/ds, in place."""
-        for r in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(cute.size(rdP, mode=[1])):
-                rdP[r, j] = rP[r, j] * (rdP[r, j] - stats.delta[r])
-        if cutlass.const_expr(self.mods.j_class is not JClass.ONE):
-            tile.times_factor(rdP, factor)
+    def through_softmax(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, stats: RowStats, place: Place) -> None:
+        """dP becomes dS = P ∘ (dP − delta) ∘ ∂s'/∂s, in place."""
+        for columns, weight, grad in groups(acc_P, acc_dP):
+            for r in range(2):
+                for j in range(len(columns)):
+                    grad[r, j] = weight[r, j] * (grad[r, j] - stats.delta[r])
+            if self.mods.j_class in (JClass.CONST, JClass.LINEAR):
+                self.tile(place, columns).times_factor(grad)
+
+    def tile(self, place: Place, columns: tuple[int, ...]) -> Any:
+        """Mods over some columns of a fragment."""
+        return place.mods.tile(Axis(place.col, tuple(column_of(j) for j in columns)))
