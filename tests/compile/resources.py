@@ -24,7 +24,7 @@ def compile_with_artifacts(build: Any, folder: Any) -> Any:
 def resources(cubin: bytes) -> Resources:
     """Of the only kernel in `cubin`."""
     found = {_FRAME_SIZE: 0, _REGISTERS: 0}
-    for name, content in _sections(cubin):
+    for name, content in sections(cubin):
         if name.startswith(".nv.info"):
             for attribute, value in _attributes(content):
                 if attribute in found:
@@ -32,7 +32,8 @@ def resources(cubin: bytes) -> Resources:
     return Resources(found[_REGISTERS], found[_FRAME_SIZE])
 
 
-def _sections(elf: bytes) -> list[tuple[str, bytes]]:
+def sections(elf: bytes) -> list[tuple[str, bytes]]:
+    """(name, content) of every section."""
     offset, size, count, names = *struct.unpack_from("<Q", elf, 40), *struct.unpack_from("<HHH", elf, 58)
     headers = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
     table = headers[names][4]
