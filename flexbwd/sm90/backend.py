@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flexbwd.jit.warm import Job
+from flexbwd.jit.warm import warm as warm_kernels
 from flexbwd.modgraph.modplan import JClass
 from flexbwd.plan import Gradients, Needs, Operands, Plan
 from flexbwd.problem import Problem, empty_like_order
 from flexbwd.sm90.backward.call import backward as one_pass
+from flexbwd.sm90.backward.call import jobs as one_pass_jobs
 from flexbwd.sm90.backward.tile import backward_tile
-from flexbwd.sm90.forward.call import launch
+from flexbwd.sm90.forward.call import config_of, launch
 from flexbwd.sm90.operands import MAX_HEAD_DIM
 from flexbwd.sm90.operands import Operands as KernelOperands
 from flexbwd.sm90.parts import Use, parts_of, walk_kind
@@ -67,7 +70,19 @@ def backward(
 
 
 def warm(op: Operands, needs: Sequence[bool]) -> None:
-    """Compile, or load from disk, every kernel that a call and its backward will launch."""
+    """Compile, or load from disk, every kernel that a call and its backward will launch.
+
+    Args:
+        needs: whether query, key, value and each capture require grad.
+    """
+    kernel = _operands(op)
+    parts = parts_of(op, _forward_use(kernel.head_dim, kernel.value_dim, walk_kind(op), op.base is not None))
+    config = config_of(kernel, parts.walk, parts.mods[0])
+    found: list[Job] = [(config, "flexbwd.sm90.forward.call:build")]
+    if any(needs):
+        parts = parts_of(op, _backward_use(kernel.head_dim, kernel.value_dim, op.plan.mods.j_class))
+        found += one_pass_jobs(kernel, Needs(*needs[:3], tuple(needs[3:])), parts.walk, parts.mods[0])
+    warm_kernels(found)
 
 
 @functools.cache

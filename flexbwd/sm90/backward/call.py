@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexbwd.jit.compile import compiled, load_dsl
+from flexbwd.jit.compile import Kernel, kernel_of, load_dsl
 from flexbwd.jit.launch import tma_ready
+from flexbwd.jit.warm import Job
 from flexbwd.modgraph.modplan import JClass
 from flexbwd.plan import Gradients, Needs
 from flexbwd.problem import empty_like_order
@@ -17,6 +18,7 @@ from flexbwd.sm90.backward.config import BwdConfig
 from flexbwd.sm90.backward.tile import BwdTile, backward_tile
 from flexbwd.sm90.mods import NO_MODS, ModConfig
 from flexbwd.sm90.operands import Operands
+from flexbwd.sm90.row_configs import ConvertConfig, DeltaConfig
 from flexbwd.sm90.walks import Band, Dense, Lists, Walk, WalkKind, kind_of
 
 Mods = tuple[ModConfig, tuple[Any, ...]]
@@ -62,6 +64,17 @@ def backward(
     return Gradients(*grads)
 
 
+def jobs(op: Operands, needs: Needs, walk: Walk, mods: ModConfig = NO_MODS) -> list[Job]:
+    """(configuration, build) of every kernel that `backward` may launch (with or without grad_lse), costly first."""
+    wanted = (needs.query, needs.key, needs.value)
+    if not any(wanted):
+        return []
+    facts = (op.head_dim, op.value_dim, op.query.dtype, kind_of(walk), op.group > 1, *wanted)
+    plain, with_lse = (_kernels(_Static(*facts, has_grad_lse, mods), None) for has_grad_lse in (False, True))
+    found = [plain.main, plain.delta, with_lse.delta, plain.convert]
+    return [(k.config, k.build) for k in found if k is not None]
+
+
 class _Static(NamedTuple):
     """What the kernels of a call depend on; cheap to build and to hash."""
 
@@ -78,21 +91,17 @@ class _Static(NamedTuple):
 
 
 class _Kernels(NamedTuple):
-    """Compiled kernels of a call, and what its scratch is made of."""
+    """Kernels of a call, and what its scratch is made of."""
 
     tile: BwdTile
     want_dq: bool
-    delta: Any
-    main: Any
-    convert: Any  # None without dQ
+    delta: Kernel
+    main: Kernel
+    convert: Kernel | None  # None without dQ
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernels(key: _Static, tile: BwdTile | None) -> _Kernels:
-    load_dsl()
-    from flexbwd.sm90.convert import ConvertConfig, build_convert
-    from flexbwd.sm90.delta import DeltaConfig, build_delta
-
     if tile is None:
         tile = backward_tile(key.head_dim, key.value_dim, key.mods.j_class is JClass.NONLINEAR)
     config = BwdConfig(tile, key.dtype, key.walk, key.grouped, key.want_dq, key.want_dk, key.want_dv, key.mods)
@@ -102,9 +111,9 @@ def _kernels(key: _Static, tile: BwdTile | None) -> _Kernels:
     return _Kernels(
         tile,
         key.want_dq,
-        compiled(delta, lambda: build_delta(delta)),
-        compiled(config, lambda: build_backward(config)),
-        compiled(convert, lambda: build_convert(convert)) if key.want_dq else None,
+        kernel_of(delta, "flexbwd.sm90.delta:build_delta"),
+        kernel_of(config, "flexbwd.sm90.backward.call:build_backward"),
+        kernel_of(convert, "flexbwd.sm90.convert:build_convert") if key.want_dq else None,
     )
 
 
@@ -123,13 +132,13 @@ def _launch(
     lse_log2, delta, dq_acc = _scratch(op, tile, kernels.want_dq)
     lse = lse.contiguous()
     row_grad = lse if grad_lse is None else grad_lse.to(torch.float32).contiguous()
-    kernels.delta(tma_ready(out), grad_out, lse, row_grad, lse_log2, delta, dq_acc)
+    kernels.delta.run(tma_ready(out), grad_out, lse, row_grad, lse_log2, delta, dq_acc)
     targets = (op.key if dk is None else dk, op.value if dv is None else dv)
     arguments = walk_arguments(op, tile, walk)
     inputs = (op.query, op.key, op.value, grad_out, lse_log2, delta, dq_acc)
-    kernels.main(*inputs, *targets, op.scale, arguments, mods)
-    if dq is not None:
-        kernels.convert(dq_acc, dq, op.scale)
+    kernels.main.run(*inputs, *targets, op.scale, arguments, mods)
+    if kernels.convert is not None:
+        kernels.convert.run(dq_acc, dq, op.scale)
 
 
 def _scratch(op: Operands, tile: BwdTile, want_dq: bool) -> tuple[Tensor, Tensor, Tensor]:
