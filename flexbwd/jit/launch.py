@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flexbwd.jit.compile import load_dsl
 
@@ -58,13 +59,13 @@ def fake_stream() -> Any:
 def tma_ready(tensor: Tensor) -> Tensor:
     """`tensor` itself where the copy engine can read it, else the nearest view or copy that it can.
 
-    Rule: last dimension contiguous and a multiple of 16 bytes, the base and all other strides multiples of 16
-    bytes. A dimension of one
-    element may carry any stride in torch: it gets a legal one without a copy.
+    Rule: last dimension contiguous and a multiple of 16 bytes, the base and all other strides multiples of 16 bytes. A
+    dimension of one element may carry any stride in torch: it gets a legal one without a copy. Fake tensors, of a
+    warm-up without a GPU, count as aligned.
     """
     step = ALIGN_BYTES // tensor.element_size()
     strides, shape = tensor.stride(), tensor.shape
-    if strides[-1] == 1 and tensor.data_ptr() % ALIGN_BYTES == 0:
+    if strides[-1] == 1 and (isinstance(tensor, FakeTensor) or tensor.data_ptr() % ALIGN_BYTES == 0):
         bad = [d for d in range(tensor.dim() - 1) if strides[d] % step]
         if not bad:
             return tensor

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexbwd import flex_attention, mods
+from flexbwd import flex_attention, mods, warmup
+from flexbwd.jit import after_warmup
 
 pytestmark = pytest.mark.gpu
 
@@ -200,6 +201,17 @@ def test_every_device_computes_the_same_whichever_is_current():
             again = attend(p)
         assert_same(Results(*(t.cpu() for t in got)), Results(*want))
         assert_same(Results(*(t.cpu() for t in again)), Results(*want))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids="d{0[0]}".format)
+@pytest.mark.parametrize("options", [{}, {"score_mod": mods.softcap(20.0)}], ids=["plain", "softcap"])
+def test_after_a_warmup_nothing_is_compiled(dims, options):
+    p = make(0, dims=dims, mask=mods.sliding_window(77))
+    warmup(p.query, p.key, p.value, mask_mod=p.mask, backend="sm90", **options)
+    with after_warmup("error"):
+        out, lse = flex_attention(p.query, p.key, p.value, mask_mod=p.mask, return_lse=True, backend="sm90", **options)
+        torch.autograd.grad((out, lse), (p.query, p.key, p.value), (p.grad, torch.ones_like(lse)))
+        torch.autograd.grad(flex_attention(p.query, p.key, p.value, mask_mod=p.mask, **options), p.query, p.grad)
 
 
 NEW_PROCESS = """

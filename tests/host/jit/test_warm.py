@@ -48,6 +48,25 @@ def test_gathered_jobs_are_only_noted(exported):
     assert ways(warm.warm(jobs, workers=0)) == ["compiled"] * 3
 
 
+@pytest.mark.parametrize("train", [True, False], ids=["train", "serve"])
+def test_warmup_asks_for_the_kernels_of_the_call_and_its_backward(train):
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import flexbwd
+    from flexbwd import mods
+
+    with warm.gathering() as jobs, FakeTensorMode():
+        q = torch.empty(1, 8, 1000, 64, dtype=torch.bfloat16, device="cuda", requires_grad=train)
+        k = torch.empty(1, 2, 1000, 64, dtype=torch.bfloat16, device="cuda", requires_grad=train)
+        flexbwd.warmup(q, k, k, mask_mod=mods.sliding_window(100), backend="sm90")
+    kinds = [type(config).__name__ for config, _ in jobs]
+    assert kinds == ["FwdConfig", *(["BwdConfig", "DeltaConfig", "DeltaConfig", "ConvertConfig"] if train else [])]
+    for config, build in jobs:
+        assert callable(codec.find(build)) and codec.from_wire(codec.to_wire(config)) == config
+        assert warm._request(kernel_of(config, build)) is not None
+
+
 def test_a_worker_compiles_to_disk_and_this_process_loads(folder):
     """Two real kernels through the worker's own protocol."""
     kernels = [kernel_of(small(64), BUILD), kernel_of(small(128), BUILD)]
