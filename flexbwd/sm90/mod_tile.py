@@ -167,9 +167,11 @@ class Tile:
         bounds = MaskLimits.of(self, limits)
         if not wanted and bounds.is_empty:
             return
-        predicates = None if not wanted else Predicates(self.evaluator, bounds.maker, self._column, wanted)
+        predicates = self._predicates(wanted) if wanted else None
         words, singles = ([], []) if predicates is None else predicates.parts()
         plain = [n for n in singles if not predicates.alternatives(n)[0]]
+        if plain and not predicates.is_worth_it(words):
+            words, plain = [], [*words, *plain]
         for r, row in enumerate(self.rows.axis.offsets):
 
             def kept(j: int, r: int = r, row: int = row) -> Any:
@@ -180,6 +182,12 @@ class Tile:
             for node in singles:
                 if node not in plain:
                     self._hide_single(frag, r, row, node, predicates)
+
+    def _predicates(self, roots: list[Node]) -> Predicates:
+        """In global coordinates, as mods see them."""
+        at = self.evaluator
+        columns = Columns(at.inputs[self._column], self.axis.offsets)
+        return Predicates(at, WordMaker(at.emit, columns), self._column, roots)
 
     def _hide_single(self, frag: Any, r: int, row: int, node: Node, predicates: Predicates) -> None:
         """One conjunct that is no word; of `words | others` the words choose first, alone again."""

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -171,14 +171,33 @@ class ModConfig:
             UnsupportedError: `base` has blocks that are no multiple of the kernel's tiles.
         """
         facts = tuple((t.dtype, t.shape, t.stride(), t.device.type) for t in captures)
-        known = _known.setdefault(mods, {})
+        known = _known.get(mods)
+        if known is None:
+            known = _known[mods] = {}
         base_key = None if base is None else _base_key(base, use.tile)
         config = known.get((facts, use, base_key))
         if config is None:
-            config = known[facts, use, base_key] = cls._make(mods, captures, use, base_key)
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            config = known[facts, use, base_key] = cls._find(mods, captures, facts, use, base_key)
         arguments = () if base is None else _base_arguments(base)
         arguments += tuple(key.argument(captures[key.slot]) for key in config.captures if not key.empty)
         return config, arguments or (0,)
+
+    @classmethod
+    def _find(
+        cls, mods: ModPlan, captures: Sequence[Tensor], facts: tuple, use: ModUse, base: BaseKey | None
+    ) -> ModConfig:
+        """One that serves all shorter sequences, if lengths do not matter; else one for these."""
+        if max(use.extents.q_idx, use.extents.kv_idx) <= _LONG:
+            long = replace(use, extents=use.extents._replace(q_idx=_LONG, kv_idx=_LONG))
+            known = _known[mods]
+            config = known.get((facts, long, base))
+            if config is None:
+                config = known[facts, long, base] = cls._make(mods, captures, long, base)
+            if config.graph is None or config.graph.any_length:
+                return config
+        return cls._make(mods, captures, use, base)
 
     @classmethod
     def _make(cls, mods: ModPlan, captures: Sequence[Tensor], use: ModUse, base: BaseKey | None) -> ModConfig:
@@ -229,6 +248,8 @@ class ModConfig:
 
 
 NO_MODS = ModConfig()
+_LONG = 1 << 20  # sequences up to it share a configuration whose code does not depend on their lengths
+_MOST_KNOWN = 512  # configurations remembered per plan
 _known: weakref.WeakKeyDictionary[ModPlan, dict[Any, ModConfig]] = weakref.WeakKeyDictionary()
 
 

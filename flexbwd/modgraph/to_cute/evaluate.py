@@ -88,7 +88,7 @@ class Evaluator:
 
     def key(self, node: Node, q: int, kv: int) -> Any:
         """Equal for offsets at which `node` has the same value."""
-        shift = self.graph.shifts.get(node)
+        shift = self.graph.kinds.step(node)
         if shift is not None:
             return node, shift[0] * q + shift[1] * kv
         kind = self.graph.kinds[node]
@@ -103,7 +103,7 @@ class Evaluator:
 
     def _stepped(self, node: Node, q: int, kv: int) -> Value:
         """A straight line's value as a step from offsets (0, 0); anything else computed."""
-        shift = self.graph.shifts.get(node)
+        shift = self.graph.kinds.step(node)
         if shift is not None:
             step = shift[0] * q + shift[1] * kv
             if step == 0:
@@ -135,7 +135,7 @@ class Evaluator:
         """The index of a load, with the static parts that are free split off."""
         found = []
         for dim, (index, guard) in enumerate(zip(load.args, self.graph.guards[load], strict=True)):
-            shift = self.graph.shifts.get(index)
+            shift = self.graph.kinds.step(index)
             if shift is not None and self.captures.may_step(int(load.attr), dim, guard):  # type: ignore[call-overload]
                 found.append(Place(self.value(index, 0, 0), index, guard, shift[0] * q + shift[1] * kv))
             else:

@@ -13,10 +13,9 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from flexbwd.modgraph.affine import affine_forms
 from flexbwd.modgraph.ir import Builder, F, Node, topological
 
-from .kinds import Kind, kind_of_node
+from .kinds import Kind, KindTable
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 _SUMS = frozenset({"add", "sub", "mul", "neg"})
@@ -25,23 +24,6 @@ _SUMS = frozenset({"add", "sub", "mul", "neg"})
 class Term(NamedTuple):
     coefficient: float
     factors: tuple[Node, ...]
-
-
-class KindTable:
-    """Kinds of nodes, also of those made later."""
-
-    wire_empty = True  # it fills itself: a worker process starts with an empty one (jit/codec.py)
-
-    def __init__(self) -> None:
-        self._known: dict[Node, Kind] = {}
-
-    def __getitem__(self, node: Node) -> Kind:
-        if node not in self._known:
-            forms = affine_forms([node])
-            for n in topological([node]):
-                if n not in self._known:
-                    self._known[n] = kind_of_node(n, self._known, forms)
-        return self._known[node]
 
 
 def decompose(builder: Builder, roots: Sequence[Node], exact: Collection[Node], kinds: KindTable) -> list[Node]:

@@ -17,6 +17,9 @@ BELOW = 1 << 30  # coordinates are below it, whatever an IndexBase adds
 _LOW, _HIGH = -(2**31), 2**31 - 1
 _STEPPED = frozenset({"add", "sub", "mul", "neg", "max", "min", "fdiv", "tdiv", "mod", "fmod", "abs", "where", "cast"})
 
+FLIP = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # of a comparison's operands
+_ABS_SPLIT = frozenset({"lt", "le", "gt", "ge"})
+
 #: What an index needs, as bits: it may be below 0, it may be past the end.
 GUARD_LOW, GUARD_HIGH = 1, 2
 
@@ -95,6 +98,8 @@ class Integers:
             compared = self._compare(node)
             if compared is not None:
                 return compared
+        if node.op in _ABS_SPLIT and node.args[0].dtype is I32 and "abs" in (a.op for a in node.args):
+            return self._split_abs(node)
         narrow = self.narrow(node) if node.dtype is I64 else None
         if narrow is not None:
             return self.builder.cast(narrow, I64)
@@ -130,6 +135,17 @@ class Integers:
         if narrow[1] is not None:
             return self.builder.emit(node.op, self._near(x, self.bounds[y]), narrow[1])
         return None
+
+    def _split_abs(self, node: Node) -> Node:
+        """|x| < t  as  x < t and x > -t, two comparisons with a straight line."""
+        b, (size, limit), op = self.builder, node.args, node.op
+        if size.op != "abs":
+            size, limit, op = limit, size, FLIP[op]
+        x, t = self.done[size.args[0]], self.done[limit]
+        if not is_bounded(size, self.bounds):
+            return b.emit(op, b.emit("abs", x), t)
+        opposite = b.emit(FLIP[op], x, b.emit("neg", t))
+        return b.emit("and" if op in ("lt", "le") else "or", b.emit(op, x, t), opposite)
 
     def _near(self, wide: Node, span: tuple[int, int]) -> Node:
         """`wide` clamped to one beyond `span` on either side: it compares with that span as before."""

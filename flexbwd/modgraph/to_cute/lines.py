@@ -5,11 +5,11 @@ slope * float(q - kv)   over columns   is   value at column 0  +  offset * slope
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from flexbwd.modgraph.ir import Builder, F, Node, topological
 
-from .kinds import Kind
+from .kinds import Kind, KindTable
 from .lanes import Bounds
 
 _EXACT_FLOAT = 1 << 24  # whole numbers up to it are floats
@@ -19,8 +19,7 @@ _STRAIGHT = (Kind.Q, Kind.KV, Kind.DIFFERENCE)
 def slopes(
     builder: Builder,
     roots: Sequence[Node],
-    kinds: Mapping[Node, Kind],
-    shifts: Mapping[Node, tuple[int, int]],
+    kinds: KindTable,
     exact: Collection[Node],
     bounds: Bounds,
 ) -> dict[Node, Node]:
@@ -29,7 +28,7 @@ def slopes(
     for node in topological(roots):
         if node.dtype is not F or kinds[node] not in _STRAIGHT:
             continue
-        slope = _slope(builder, node, kinds, shifts, found)
+        slope = _slope(builder, node, kinds, found)
         if slope is not None and (node not in exact or _is_whole(node, bounds)):
             found[node] = slope
     return found
@@ -41,12 +40,10 @@ def _is_whole(node: Node, bounds: Bounds) -> bool:
     return low > -_EXACT_FLOAT and high < _EXACT_FLOAT
 
 
-def _slope(
-    b: Builder, node: Node, kinds: Mapping[Node, Kind], shifts: Mapping[Node, tuple[int, int]], found: dict[Node, Node]
-) -> Node | None:
+def _slope(b: Builder, node: Node, kinds: KindTable, found: dict[Node, Node]) -> Node | None:
     if node.op == "cast":
-        shift = shifts.get(node.args[0])
-        return None if shift is None else b.const(float(shift[1] if kinds[node] is Kind.KV else shift[0]))
+        step = kinds.step(node.args[0])
+        return None if step is None else b.const(float(step[1] if kinds[node] is Kind.KV else step[0]))
     if node.op == "neg":
         return b.emit("neg", found[node.args[0]]) if node.args[0] in found else None
     if node.op not in ("add", "sub", "mul"):

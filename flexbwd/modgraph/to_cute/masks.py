@@ -9,9 +9,10 @@ from typing import Any
 from cutlass._mlir.dialects import arith
 from cutlass._mlir.extras import types as T
 
-from flexbwd.modgraph.ir import I32, Node
+from flexbwd.modgraph.ir import I32, Node, topological
 
 from .evaluate import Evaluator
+from .kinds import Kind
 from .words import Run, wordable
 
 Value = Any
@@ -98,6 +99,16 @@ class Predicates:
         words = [c for c in conjuncts if c in self.good]
         return words, [c for c in conjuncts if c not in self.good]
 
+    def is_worth_it(self, words: Sequence[Node]) -> bool:
+        """Beside compares, which chain, a bit to test costs as much as one more compare: are there several runs?
+
+        What depends on q - kv alone is computed once per diagonal, and needs no words.
+        """
+        return sum(n in self.runs for n in topological(words)) > 1 and not all(map(self._is_diagonal, words))
+
+    def _is_diagonal(self, node: Node) -> bool:
+        return self.at.graph.kinds[node] is Kind.DIFFERENCE
+
     # -- words ---------------------------------------------------------------------------------------------------------
     def word(self, node: Node, row: int, chunk: int) -> Value:
         """32 columns of a wordable predicate, in the row at static offset `row`."""
@@ -139,7 +150,7 @@ class Predicates:
     def _below(self, end: Node, row: int, chunk: int) -> Value:
         """Columns below a threshold; rows a whole number of periods apart share one count."""
         at, columns = self.at, self.maker.columns
-        shift = at.graph.shifts.get(end)
+        shift = at.graph.kinds.step(end)
         moved = 0
         if shift is not None:
             coefficient = shift[0] if self.column == "kv_idx" else shift[1]
@@ -176,6 +187,10 @@ class Predicates:
     # -- elements ------------------------------------------------------------------------------------------------------
     def holds(self, node: Node, row: int, lane: int) -> Value:
         """Any predicate at one element: bits of words where it has some."""
+        if self._is_diagonal(node):
+            return self.at.value(node, *self._offsets(row, self.maker.columns.offsets[lane]))
+        if node in self.runs:
+            return self._lane(self.runs[node], row, lane)
         if node in self.good:
             return self._bit(self.word(node, row, lane // LANES), lane)
         if node.op in ("and", "or"):
@@ -190,6 +205,21 @@ class Predicates:
         if node.op == "not":
             return arith.xori(self.holds(node.args[0], row, lane), arith.constant(T.bool(), 1))
         return self.at.value(node, *self._offsets(row, self.maker.columns.offsets[lane]))
+
+    def _lane(self, run: Run, row: int, lane: int) -> Value:
+        """A run at one element: thresholds against the lane's static place."""
+        kept = self._beyond(run.end, row, lane)
+        if run.start is not None:
+            other = arith.xori(self._beyond(run.start, row, lane), arith.constant(T.bool(), 1))
+            kept = arith.andi(kept, other)
+        return arith.xori(kept, arith.constant(T.bool(), 1)) if run.above or run.inverted else kept
+
+    def _beyond(self, end: Node, row: int, lane: int) -> Value:
+        """Is the lane's column below a threshold?"""
+        key = ("limit", self.at.key(end, *self._offsets(row, 0)))
+        limit = self._once(key, lambda: arith.subi(self._still(end, row), self.maker.columns.first))
+        place = self.at.emit.const(self.maker.columns.offsets[lane], I32)
+        return self.at.emit.compare("gt", limit, place, I32)
 
     def _bit(self, word: Value, lane: int) -> Value:
         return self.at.emit.bit(word, lane % LANES)

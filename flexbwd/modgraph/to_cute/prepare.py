@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from flexbwd.cpu.finite import always_finite
-from flexbwd.modgraph.affine import affine_forms
 from flexbwd.modgraph.analyze import exactness
 from flexbwd.modgraph.extents import Extents
 from flexbwd.modgraph.ir import Builder, Node, topological
 from flexbwd.modgraph.modplan import LoadClass, ModPlan
 
-from .fold import KindTable, decompose, fold
-from .kinds import RAW, SCALE, Kind, LoweringBuilder
-from .lanes import Integers, guard_of, lane_bounds, padded
+from .fold import decompose, fold
+from .kinds import RAW, SCALE, Kind, KindTable, LoweringBuilder
+from .lanes import Integers, guard_of, is_bounded, lane_bounds, padded
 from .lines import slopes
 from .words import Run, Runs
 
@@ -66,9 +65,9 @@ class ModGraph:
         keep, mask: predicates; score_keep on every tile, mask_mod on partial tiles.
         exact: float nodes that take no approximate form.
         guards: bits by load and dimension.   nonnegative: integer nodes that are >= 0 in every lane.
-        shifts: integer nodes affine in (q_idx, kv_idx): their coefficients.
         slopes: float nodes that are straight lines: see `lines.py`.
         runs: by column coordinate, comparisons that keep runs of columns.
+        any_length: no index of a load depends on the lengths, nor any integer's bounds.
     """
 
     score: Node | None
@@ -81,9 +80,9 @@ class ModGraph:
     exact: frozenset[Node] = frozenset()
     guards: Mapping[Node, tuple[int, ...]] = field(default_factory=dict)
     nonnegative: frozenset[Node] = frozenset()
-    shifts: Mapping[Node, tuple[int, int]] = field(default_factory=dict)
     slopes: Mapping[Node, Node] = field(default_factory=dict)
     runs: Mapping[str, Mapping[Node, Run]] = field(default_factory=dict)
+    any_length: bool = False  # the same for all shorter sequences
 
     @property
     def roots(self) -> list[Node]:
@@ -149,23 +148,18 @@ def _finite(factor: Node, kinds: KindTable) -> bool:
 
 
 def _analysed(graph: ModGraph, builder: Builder, captures: Sequence[Tensor], use: Lowering) -> ModGraph:
-    from dataclasses import replace
-
     roots = graph.roots
     bounds = lane_bounds(roots, padded(use.extents, use.tile), use.based)
     exact = frozenset(exactness(roots))
     runs = {column: Runs(builder, roots, column, bounds).found for column in ("q_idx", "kv_idx")}
     graph = replace(graph, runs=runs, exact=exact)
-    shifts = _shifts(graph.evaluated)
-    graph = replace(graph, slopes=slopes(builder, roots, graph.kinds, shifts, exact, bounds))
+    graph = replace(graph, slopes=slopes(builder, roots, graph.kinds, exact, bounds))
     nodes = list(topological(graph.evaluated))
     guards = {}
     for load in (n for n in nodes if n.op == "load"):
         sizes = captures[int(load.attr)].shape  # type: ignore[call-overload]
         guards[load] = tuple(guard_of(i, n, bounds) for i, n in zip(load.args, sizes, strict=True))
     nonnegative = frozenset(n for n in nodes if n in bounds and bounds[n][0] >= 0)
-    return replace(graph, guards=guards, nonnegative=nonnegative, shifts=_shifts(graph.evaluated))
-
-
-def _shifts(roots: Sequence[Node]) -> dict[Node, tuple[int, int]]:
-    return {n: (f.q, f.kv) for n, f in affine_forms(roots).items() if f.q or f.kv}
+    any_length = all(graph.kinds[i] is Kind.UNIFORM for load in guards for i in load.args)
+    any_length &= all(is_bounded(n, bounds) or graph.kinds[n] is Kind.UNIFORM for n in bounds)
+    return replace(graph, guards=guards, nonnegative=nonnegative, any_length=any_length)

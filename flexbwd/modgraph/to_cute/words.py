@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from flexbwd.modgraph.analyze import depends
 from flexbwd.modgraph.ir import BOOL, COMPARE, I32, Builder, Node, topological
 
-from .lanes import BELOW, is_bounded
+from .lanes import BELOW, FLIP, is_bounded
 
 Spans = dict[Node, tuple[int, int]]
 _ANY = (-(2**31), 2**31 - 1)
 _JOINS = frozenset({"and", "or", "xor", "not", "min", "max", "where", "eq", "ne"})
-_FLIP = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +64,7 @@ class Runs:
     def _run(self, node: Node) -> Run | None:
         (moving, still), op = node.args, node.op
         if self.column in self.reads[still]:
-            moving, still, op = still, moving, _FLIP[op]
+            moving, still, op = still, moving, FLIP[op]
         line = self._line(moving)
         if line is None or abs(line.step) != 1 or self.column in self.reads[still]:
             return None
@@ -73,7 +72,7 @@ class Runs:
         if limit is None:
             return None
         if line.step < 0:  # r - c < t  is  c > r - t
-            op = _FLIP[op]
+            op = FLIP[op]
         b = self.builder
         at, after = (self._scaled(b.emit("add", limit, b.const(k, I32)), line.divisor) for k in (0, 1))
         return {

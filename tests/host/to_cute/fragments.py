@@ -31,6 +31,9 @@ ROWS = 16  # of a tile: two rows each of eight threads
 SCALE = 0.7
 
 
+_NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Outputs:
     """Tensors `[B*H, rows, columns]` by query and key: in `scores` raw q·k, out s' * log2(e) or -inf."""
@@ -50,9 +53,11 @@ def run(
     arguments: tuple,
     scale_log2: Float32,
     heads: Int32,
-    ends: Int32,
+    limited: cutlass.Constexpr[tuple],
+    ends: tuple,
 ):
-    """Both orientations over all elements; a thread holds `held` columns. `ends` > 0: column limit."""
+    """Both orientations over all elements; a thread holds `held` columns. `limited`: which of `ends` are limits."""
+    limits = Limits(*(e if used else None for e, used in zip(ends, limited, strict=True)))
     for orientation in cutlass.range_constexpr(2):
         out = by_query if cutlass.const_expr(orientation == 0) else by_key
         rows_are = "q" if cutlass.const_expr(orientation == 0) else "kv"
@@ -66,7 +71,7 @@ def run(
                 for col in cutlass.range(across // held):
                     start = (col // 4) * (4 * held) + 2 * (col % 4)
                     tile = rows.tile(Axis(start, offsets))
-                    visit(tile, out, bh, first, start, orientation, ends)
+                    visit(tile, out, bh, first, start, orientation, limits)
 
 
 @cute.jit
@@ -77,7 +82,7 @@ def visit(
     first: Int32,
     start: Int32,
     orientation: cutlass.Constexpr[int],
-    ends: Int32,
+    limits: cutlass.Constexpr[Limits],
 ):
     """One thread's fragment."""
     held = len(tile.axis.offsets)
@@ -95,7 +100,7 @@ def visit(
                     place = place * n + i
                 out.places[s, bh, q, kv] = place
     tile.score_and_factor(frag, factor)
-    tile.mask(frag, True, Limits(col_end=ends))
+    tile.mask(frag, True, limits)
     for r in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(held):
             row, col = first + 8 * r, start + tile.axis.offsets[j]
@@ -116,9 +121,16 @@ class Result:
 
 def plan_of(score: Any = None, mask: Any = None) -> tuple[ModPlan, tuple[Tensor, ...]]:
     """Two callables traced and joined, and their captured tensors."""
-    s, score_captures = trace(score, ModKind.SCORE, device="cpu") if score is not None else (None, ())
-    m, mask_captures = trace(mask, ModKind.MASK, device="cpu") if mask is not None else (None, ())
+    s, score_captures = _traced(score, ModKind.SCORE)
+    m, mask_captures = _traced(mask, ModKind.MASK)
     return build_mod_plan(s, None, m), (*score_captures, *mask_captures)
+
+
+def _traced(mod: Any, kind: ModKind) -> tuple[Any, tuple[Tensor, ...]]:
+    if mod is None:
+        return None, ()
+    found, tensors = trace(mod, kind, device="cpu")
+    return found, tuple(t.detach() for t in found.prologue.run(tensors))
 
 
 def raw_scores(extents: Extents, held: int = 4) -> Tensor:
@@ -138,8 +150,10 @@ def on_host(
     precision: str = "fast",
     base: IndexBase | None = None,
     held: int = 4,
+    limits: Limits = _NO_LIMITS,
+    whole: bool = False,
 ) -> tuple[Result, Result]:
-    """The kernel's code on the CPU, rows = queries and rows = keys."""
+    """The kernel's code on the CPU, rows = queries and rows = keys; `whole`: with the lanes that pad."""
     use = ModUse(extents, (raw.shape[1], raw.shape[2]), backward=True, precision=precision, host=True)
     use = use if base is None else ModUse(extents, (ROWS, 4 * held), True, True, precision, True)
     config, arguments = ModConfig.of(plan, captures, use, base)
@@ -151,11 +165,13 @@ def on_host(
 
     both = outputs(), outputs()
     packed = [Outputs(*(from_dlpack(t) for t in one)) for one in both]
-    numbers = (Float32(SCALE * LOG2_E), Int32(extents.h), Int32(1 << 20))
+    numbers = (Float32(SCALE * LOG2_E), Int32(extents.h))
+    limited, ends = tuple(x is not None for x in limits), tuple(Int32(x or 0) for x in limits)
     values = tuple(_argument(a) for a in arguments)
-    compiled = cute.compile(run, config, held, *packed, values, *numbers)
-    compiled(*packed, values, *numbers)
-    return tuple(_real(one, extents) for one in both)  # type: ignore[return-value]
+    compiled = cute.compile(run, config, held, *packed, values, *numbers, limited, ends)
+    compiled(*packed, values, *numbers, ends)
+    shown = Extents(extents.b, extents.h, *raw.shape[1:]) if whole else extents
+    return tuple(_real(one, shown) for one in both)  # type: ignore[return-value]
 
 
 def _argument(value: Any) -> Any:

@@ -22,7 +22,6 @@ def test_kernel_code_matches_torch(name):
     entry = mods.get(name)
     mod = entry.example(*extents)
     plan, captures = plan_of(**{entry.kind: mod})
-    captures = tuple(c.detach() for c in captures)
     raw = raw_scores(extents)
     want, rough = (expected(plan, captures, extents, raw, t) for t in (torch.float64, torch.float32))
     sites = sum(s.jacobian is not None for s in plan.loads)
