@@ -13,14 +13,16 @@ from flexbwd.jit.warm import warm as warm_kernels
 from flexbwd.modgraph.modplan import JClass
 from flexbwd.plan import Gradients, Needs, Operands, Plan
 from flexbwd.problem import Problem, empty_like_order
+from flexbwd.sm90 import two_pass
 from flexbwd.sm90.backward.call import backward as one_pass
 from flexbwd.sm90.backward.call import jobs as one_pass_jobs
 from flexbwd.sm90.backward.tile import backward_tile
 from flexbwd.sm90.forward.call import config_of, launch
 from flexbwd.sm90.operands import MAX_HEAD_DIM
 from flexbwd.sm90.operands import Operands as KernelOperands
-from flexbwd.sm90.parts import Use, parts_of, walk_kind
+from flexbwd.sm90.parts import Parts, Use, parts_of, walk_kind
 from flexbwd.sm90.tile import forward_tile
+from flexbwd.sm90.two_pass import ForwardResult
 from flexbwd.sm90.walks import WalkKind
 from flexbwd.sparsity.tensors import IndexBase
 
@@ -59,8 +61,12 @@ def backward(
 ) -> Gradients:
     """Gradients of `forward`; see `flexbwd.cpu.backward` for the meaning."""
     kernel = _operands(op)
-    parts = parts_of(op, _backward_use(kernel.head_dim, kernel.value_dim, op.plan.mods.j_class))
-    found = one_pass(kernel, _padded(out), lse, _padded(grad_out), grad_lse, needs, parts.walk, parts.mods)
+    result = ForwardResult(_padded(out), lse, _padded(grad_out), grad_lse)
+    if _in_two_passes(op, kernel):
+        found = two_pass.backward_two_pass(kernel, result, needs, *_two_parts(op, kernel))
+    else:
+        parts = parts_of(op, _backward_use(kernel.head_dim, kernel.value_dim, op.plan.mods.j_class))
+        found = one_pass(kernel, *result, needs, parts.walk, parts.mods)
     found.query, found.key, found.value = (
         g if g is None or g.shape[3] == t.shape[3] else g[..., : t.shape[3]].clone()
         for g, t in zip((found.query, found.key, found.value), (op.query, op.key, op.value), strict=True)
@@ -80,9 +86,23 @@ def warm(op: Operands, needs: Sequence[bool]) -> None:
     config = config_of(kernel, parts.walk, parts.mods[0])
     found: list[Job] = [(config, "flexbwd.sm90.forward.call:build")]
     if any(needs):
-        parts = parts_of(op, _backward_use(kernel.head_dim, kernel.value_dim, op.plan.mods.j_class))
-        found += one_pass_jobs(kernel, Needs(*needs[:3], tuple(needs[3:])), parts.walk, parts.mods[0])
+        wanted = Needs(*needs[:3], tuple(needs[3:]))
+        if _in_two_passes(op, kernel):
+            found += two_pass.jobs(kernel, wanted, *_two_parts(op, kernel))
+        else:
+            parts = parts_of(op, _backward_use(kernel.head_dim, kernel.value_dim, op.plan.mods.j_class))
+            found += one_pass_jobs(kernel, wanted, parts.walk, parts.mods[0])
     warm_kernels(found)
+
+
+def _in_two_passes(op: Operands, kernel: KernelOperands) -> bool:
+    return op.plan.deterministic or two_pass.preferred(kernel.head_dim, kernel.value_dim)
+
+
+def _two_parts(op: Operands, kernel: KernelOperands) -> tuple[Parts, Parts]:
+    """For dQ, and for dK and dV."""
+    dq, dkv = two_pass.uses(kernel.head_dim, kernel.value_dim, op.plan.mods.j_class)
+    return parts_of(op, dq), parts_of(op, dkv)
 
 
 @functools.cache

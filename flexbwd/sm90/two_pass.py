@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexbwd.jit.compile import Kernel, kernel_of, load_dsl
+from flexbwd.jit.compile import Kernel, kernel_of
 from flexbwd.jit.launch import tma_ready
 from flexbwd.jit.warm import Job
 from flexbwd.modgraph.modplan import JClass
@@ -36,6 +36,7 @@ from flexbwd.sm90.dq.tile import DqTile, dq_tile
 from flexbwd.sm90.mods import ModConfig
 from flexbwd.sm90.operands import Operands
 from flexbwd.sm90.parts import Parts, Use
+from flexbwd.sm90.row_configs import DeltaConfig
 from flexbwd.sm90.walks import WalkKind, kind_of
 
 _PADDING = 128  # rows; a multiple of every tile that reads lse and delta
@@ -107,9 +108,6 @@ def row_terms(op: Operands, result: ForwardResult) -> RowTerms:
 
 @functools.lru_cache(maxsize=256)
 def _delta_kernel(dtype: torch.dtype, value_dim: int, has_grad_lse: bool) -> Kernel:
-    load_dsl()
-    from flexbwd.sm90.delta import DeltaConfig
-
     return kernel_of(DeltaConfig(dtype, value_dim, _PADDING, 0, has_grad_lse), "flexbwd.sm90.delta:build_delta")
 
 
