@@ -42,6 +42,13 @@ def to_gpu(x: Any) -> Any:
     return type(x)(map(to_gpu, x)) if isinstance(x, (list, tuple)) else x
 
 
+def example(entry: Any, *sizes: int) -> Any:
+    """A mod of the zoo whose tensors, those that its factory makes included, lie on the GPU."""
+    arguments = to_gpu(entry.example_arguments(*sizes))
+    with torch.device("cuda"):
+        return entry.instantiate(arguments)
+
+
 def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
@@ -101,15 +108,14 @@ def test_logits_times_thirty_stay_finite():
 @pytest.mark.parametrize("entry", zoo(), ids=lambda e: e.name)
 def test_zoo(entry, head_dim):
     case = problem((160, 160), (4, 2), head_dim, batch=2)
-    arguments = to_gpu(entry.example_arguments(2, 4, 160, 160))
-    mod = entry.instantiate(arguments)
+    mod = example(entry, 2, 4, 160, 160)
     check(case, *((mod, causal) if entry.kind == "score" else (None, mod)))
 
 
 @pytest.mark.parametrize("entry", zoo("score"), ids=lambda e: e.name)
 def test_score_mods_of_the_zoo_without_a_mask(entry):
     case = problem((100, 130), (2, 2), 64, torch.float16)
-    check(case, entry.instantiate(to_gpu(entry.example_arguments(1, 2, 100, 130))))
+    check(case, example(entry, 1, 2, 100, 130))
 
 
 # -- block masks -------------------------------------------------------------------------------------------------------
