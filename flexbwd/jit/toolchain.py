@@ -111,13 +111,15 @@ def _packages() -> list[str]:
 
 
 def _identity(package: str) -> str:
-    """Version, and a hash of the list of installed files: a rebuilt wheel of the same version is another one."""
+    """Version, and a hash of the installed files' hashes: a rebuilt wheel of the same version is another one."""
     try:
         distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return "absent"
-    record = distribution.read_text("RECORD") or ""
-    return f"{distribution.version} {hashlib.sha256(record.encode()).hexdigest()[:16]}"
+    lines = (distribution.read_text("RECORD") or "").splitlines()
+    # installers add lines of their own for what they wrote and compiled
+    files = sorted(line for line in lines if ",sha256=" in line and ".dist-info/" not in line and ".pyc," not in line)
+    return f"{distribution.version} {hashlib.sha256(chr(10).join(files).encode()).hexdigest()[:16]}"
 
 
 def source_hash() -> str:

@@ -70,7 +70,9 @@ def test_another_version_or_wheel_of_the_dsl_changes_the_fingerprint(again, monk
         def read_text(self, name):
             return self._record
 
-    for version, record in (("4.8.2", "same"), (None, "same"), (None, "rebuilt")):
+    same, rebuilt = "cutlass/a.py,sha256=1,9\n", "cutlass/a.py,sha256=2,9\n"
+    by_another_installer = same + "x.dist-info/INSTALLER,sha256=3,4\ncutlass/a.pyc,,\n"
+    for version, record in (("4.8.2", same), (None, same), (None, rebuilt), (None, by_another_installer)):
         monkeypatch.setattr(metadata, "distribution", lambda name, v=version, r=record: Changed("torch", v, r))
         seen.add(again().fingerprint())
     assert len(seen) == 4
