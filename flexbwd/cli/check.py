@@ -9,6 +9,7 @@ from flexbwd.cli.console import working
 from flexbwd.cli.load import MASK, Loaded, Sizes, load, parse_pair
 from flexbwd.errors import OptionError
 
+_TILE = (128, 128)  # (query, key) rows of a kernel tile
 BLOCK = 16  # the smallest mask block: the most tile borders in a small problem
 
 
@@ -30,7 +31,24 @@ def run(spec: str, bwd: str, *, lengths: str, heads: int, batch: int, seed: int)
             loaded.mod, backward, lengths=(sizes.q, sizes.kv), heads=sizes.heads, batch=sizes.batch, seed=seed
         )
     print(report)
+    _print_kernel(loaded, sizes)
     return 0 if report.ok else 1
+
+
+def _print_kernel(loaded: Loaded, sizes: Sizes) -> None:
+    """What the Hopper kernels will run of a traced mod, and how often."""
+    from flexbwd.modgraph.extents import Extents
+    from flexbwd.modgraph.frontend import ModKind, trace
+    from flexbwd.modgraph.plan_mods import build_mod_plan
+    from flexbwd.modgraph.to_cute.prepare import Lowering, prepare
+    from flexbwd.modgraph.to_cute.summary import summary
+
+    is_mask = loaded.kind == MASK
+    found, tensors = trace(loaded.mod, ModKind.MASK if is_mask else ModKind.SCORE, device="cpu")
+    plan = build_mod_plan(None, None, found) if is_mask else build_mod_plan(found, None, None)
+    use = Lowering(Extents(sizes.batch, sizes.heads, sizes.q, sizes.kv), _TILE, backward=not is_mask)
+    for line in summary(prepare(plan, found.prologue.run(tensors), use)):
+        print(f"kernel, {line}")
 
 
 def _backward(loaded: Loaded, bwd: str, sizes: Sizes) -> Callable[..., Any] | None:
@@ -58,6 +76,8 @@ def _check_mask(loaded: Loaded, sizes: Sizes) -> int:
     wrong = (got != want).nonzero()
     how = "tabulated: the kernels read bits" if block_mask.bits is not None else "traced: the kernels evaluate it"
     print(f"{loaded.name}: mask mod, {how}")
+    if block_mask.bits is None:
+        _print_kernel(loaded, sizes)
     print(f"{100 * float(want.float().mean()):.1f} % of elements kept, {block_mask.sparsity():.1f} % of tiles skipped")
     dead = int((~want.any(-1)).sum())
     if dead:

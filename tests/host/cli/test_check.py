@@ -56,6 +56,7 @@ def test_a_mask_of_the_user_passes_for_every_head(command, file):
     ended = command("check", f"{file}:window", "-S", "48")
     assert ended.code == 0
     assert "ok: every element" in ended.out
+    assert "kernel, as words of 32 elements: " in ended.out
 
 
 def test_a_mod_that_cannot_be_compiled_is_one_line(command, tmp_path):

@@ -38,6 +38,7 @@ MASKS = {
     "flags or near": lambda b, h, q, kv: FLAGS[q] | (FLAGS[kv] | (kv <= q)) & (kv > q - 40),
     "xor and where": lambda b, h, q, kv: torch.where(kv < 60, kv <= q, q - kv > 30) ^ (kv // 2 == 9),
     "distance": lambda b, h, q, kv: ((q - kv).abs() < 21) & ((kv - q).abs() <= 30) | ((q - kv).abs() > ENDS[b]),
+    "apart": lambda b, h, q, kv: (kv % 19 - q % 7 >= -3) & (4 * b < q // 5 + kv % 11) & (q % 3 - kv % 5 != h),
     "overflowing": lambda b, h, q, kv: kv * 2**30 < q,
 }
 

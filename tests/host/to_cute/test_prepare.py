@@ -19,6 +19,7 @@ from flexbwd.modgraph.to_cute.fold import decompose, fold
 from flexbwd.modgraph.to_cute.kinds import Kind, KindTable, LoweringBuilder
 from flexbwd.modgraph.to_cute.lanes import GUARD_HIGH, GUARD_LOW, Integers, guard_of, lane_bounds
 from flexbwd.modgraph.to_cute.prepare import Lowering, ModGraph, prepare
+from flexbwd.modgraph.to_cute.summary import summary
 from flexbwd.modgraph.to_cute.words import Runs
 from tests.host.modgraph.programs import LANES, build, float_leaves, float_programs, run
 
@@ -179,3 +180,13 @@ RAW = torch.linspace(-2, 2, LANES, dtype=torch.float64)
 
 def run_lanes(roots: list[Node]) -> list[torch.Tensor]:
     return run(roots, {"raw": RAW}, {})
+
+
+def test_the_summary_says_what_runs_how_often():
+    assert summary(prepared("softcap")) == ["per element: 3 mul, sub, tanh", "per head: mul"]
+    assert summary(prepared("document_causal")) == [
+        "per element: and, eq",
+        "per key: 1 load",
+        "per query: 1 load",
+        "as words of 32 elements: 1 comparison",
+    ]
