@@ -144,9 +144,14 @@ def _words(value: Any, name: str = "") -> list[str]:
         return [word for f in shown for word in _words(getattr(value, f.name), f.name)]
     if isinstance(value, tuple):
         names = getattr(value, "_fields", [name] * len(value))
-        return [word for n, v in zip(names, value, strict=True) for word in _words(v, n)]
-    if value is None or value is False:
+        usual = getattr(type(value), "_field_defaults", {})
+        return [
+            word for n, v in zip(names, value, strict=True) if n not in usual or v != usual[n] for word in _words(v, n)
+        ]
+    if value is None:
         return []
+    if value is False:
+        return [f"no {name}"]
     if value is True:
         return [name]
     if isinstance(value, (torch.dtype, enum.Enum)):

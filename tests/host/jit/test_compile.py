@@ -75,7 +75,7 @@ def test_a_configuration_is_named_in_a_few_words():
     from flexbwd.sm90.walks import WalkKind
 
     config = small()
-    assert name_of(config) == "Delta bfloat16 value_dim 16 tile_m 64 dq_floats 0"
+    assert name_of(config) == "Delta bfloat16 value_dim 16 tile_m 64 dq_floats 0 no has_grad_lse"
     assert name_of(FwdTile(64, 96, stages=5)) == "FwdTile dim 64 value_dim 96 stages 5"
     assert _words(WalkKind(has_lo=True)) == ["has_lo"]
     assert name_of("text") == "text"
