@@ -82,7 +82,10 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="small sizes: a smoke test, not a measurement")] = False,
     peers: Annotated[bool, typer.Option(help="cpu: also measure torch's compiled flex_attention forward")] = True,
     probe: Annotated[bool, typer.Option(help="cuda: first calls, in processes of their own, before measuring")] = True,
-    repeats: Annotated[int, typer.Option(help="cpu: runs of each case, the best counts; cuda: rounds", min=1)] = 7,
+    caches: Annotated[
+        Path | None, typer.Option(help="cuda: keep compiled code here; default: cold, thrown away")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="cpu: runs of each case, the best counts; cuda: rounds", min=0)] = 7,
 ) -> None:
     """Speed on this machine: on a GPU against the installed peers, on a CPU against dense attention, as ratios.
 
@@ -96,11 +99,11 @@ def bench(
         from flexbwd.cli.bench_gpu.run import Request
         from flexbwd.cli.bench_gpu.run import run as run_gpu
 
-        run_gpu(Request(workload or (), impl or (), which or (), repeats, quick, probe, out))
+        run_gpu(Request(workload or (), impl or (), which or (), repeats, quick, probe, out, caches))
         return
     from flexbwd.cli.bench import run
 
-    run(device, out=out, quick=quick, peers=peers, repeats=repeats)
+    run(device, out=out, quick=quick, peers=peers, repeats=max(1, repeats))
 
 
 @app.command()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flexbwd.cli.bench_gpu import peers, report, workloads
+from flexbwd.cli.bench_gpu.caches import Probes, caches, keep_probes, known_probes
+from flexbwd.cli.bench_gpu.machine import facts, stem
 from flexbwd.cli.bench_gpu.peers import Impl
 from flexbwd.cli.bench_gpu.probe import Probe, Task, probe_all
 from flexbwd.cli.bench_gpu.report import Row
@@ -20,8 +20,6 @@ from flexbwd.cli.bench_gpu.timing import Clock, CudaClock, Timing, one_line, rou
 from flexbwd.cli.bench_gpu.workloads import PASSES, Pass, Workload
 from flexbwd.cli.console import console, table
 from flexbwd.errors import DeviceError, OptionError
-
-Probes = Mapping[tuple[str, str], Probe]
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,10 @@ class Request:
     Attributes:
         workloads, impls: globs; none are all.
         passes: fwd, bwd; none are both.
-        rounds: turns of each implementation.
+        rounds: turns of each implementation; 0 makes first calls only.
         quick: small workloads: a smoke test, not a measurement.
         probe: first calls in processes of their own, which also tells the cold compile time.
+        caches: folder in which compiled code and the times of first calls are kept; None: cold, and thrown away.
     """
 
     workloads: Sequence[str] = ()
@@ -43,10 +42,11 @@ class Request:
     quick: bool = False
     probe: bool = True
     out: Path | None = None
+    caches: Path | None = None
 
 
 def run(request: Request) -> None:
-    """Measure on the current CUDA device, print, and write to `out`."""
+    """Measure on the current CUDA device, print, and write to `out`, after each workload what there is so far."""
     chosen = workloads.select(request.workloads)
     if request.quick:
         chosen = [w.smaller() for w in chosen]
@@ -57,26 +57,37 @@ def run(request: Request) -> None:
     require_cuda()
     for line in absent:
         console(stderr=True).print(f"not measured: {line}", markup=False)
-    with warnings.catch_warnings(), cold_caches():
+    with warnings.catch_warnings(), caches(request.caches) as folder:
         warnings.simplefilter("ignore")  # peers warn about themselves
-        from flexbwd.cli.bench_gpu.machine import facts, stem
-
-        found: Probes = {}
-        tasks = [(w, impl) for w in chosen for impl in impls if impl.serves(w)]
+        found, probing = first_calls(request, [(w, i) for w in chosen for i in impls if i.serves(w)], folder)
+        machine = facts()
         begin = time.perf_counter()
-        if request.probe:
-            found = probe_all(tasks, processes(), done=_progress)
-        middle = time.perf_counter()
         rows: list[Row] = []
-        for w in chosen:
+        for w in chosen if request.rounds else ():
             rows += measure(w, [i for i in impls if i.serves(w)], found, passes, request.rounds)
-        rows = report.with_ratios(rows)
-        spent = f"{len(found)} first calls {middle - begin:.0f} s, measuring {time.perf_counter() - middle:.0f} s"
-        known = {**facts(), "run": f"{request.rounds} rounds ({spent})"}
-        show(known, rows, chosen)
-        if request.out is not None:
-            for path in report.write(request.out, stem(known), known, rows, chosen):
-                print(path)
+            rows = report.with_ratios(rows)
+            spent = f"{probing}, measuring {time.perf_counter() - begin:.0f} s"
+            known = {**machine, "run": f"{request.rounds} rounds ({spent})"}
+            if request.out is not None:
+                paths = report.write(request.out, stem(known), known, rows, chosen)
+    if not rows:
+        print(probing)
+        return
+    show(known, rows, chosen)
+    if request.out is not None:
+        print(*paths, sep="\n")
+
+
+def first_calls(request: Request, tasks: Sequence[Task], folder: Path) -> tuple[Probes, str]:
+    """What first calls end with, those known from `folder` and those made now; and how long it took, in words."""
+    known = known_probes(folder)
+    if not request.probe:
+        return known, "no first calls"
+    begin = time.perf_counter()
+    new = probe_all([(w, i) for w, i in tasks if (w.name, i.name) not in known], processes(), done=_progress)
+    found = {**known, **new}
+    keep_probes(folder, found)
+    return found, f"{len(new)} first calls {time.perf_counter() - begin:.0f} s"
 
 
 def select_passes(names: Sequence[str]) -> list[Pass]:
@@ -96,29 +107,6 @@ def require_cuda() -> None:
 
 def processes() -> int:
     return max(1, os.cpu_count() or 1)
-
-
-@contextmanager
-def cold_caches() -> Iterator[None]:
-    """Compilers start with empty disk caches, in a folder of this run; their environment is as before afterwards."""
-    with tempfile.TemporaryDirectory(prefix="flexbwd-bench-", ignore_cleanup_errors=True) as folder:
-        chosen = {
-            "FLEXBWD_CACHE_DIR": f"{folder}/flexbwd",
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{folder}/fa4",
-            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # probes compile side by side already
-        }
-        before = {name: os.environ.get(name) for name in chosen}
-        os.environ.update(chosen)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def _progress(task: Task, found: Probe) -> None:

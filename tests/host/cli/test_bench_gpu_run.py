@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flexbwd.cli.bench_gpu import oracle, run
+from flexbwd.cli.bench_gpu import oracle, report, run
+from flexbwd.cli.bench_gpu.caches import caches
 from flexbwd.cli.bench_gpu.operands import operands
 from flexbwd.cli.bench_gpu.peers import IMPLS, Impl, Prepared
 from flexbwd.cli.bench_gpu.probe import Probe, probe_all
@@ -122,14 +125,49 @@ def test_probes_survive_crashes_and_hangs() -> None:
 
 # -- options ----------------------------------------------------------------------------------------------------
 def test_caches_are_cold_and_the_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     monkeypatch.setenv("FLEXBWD_CACHE_DIR", "/mine")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with run.cold_caches():
-        assert "flexbwd-bench-" in os.environ["FLEXBWD_CACHE_DIR"]
+    with caches(None) as folder:
+        assert os.environ["FLEXBWD_CACHE_DIR"] == f"{folder}/flexbwd"
+        assert list(folder.iterdir()) == []
     assert os.environ["FLEXBWD_CACHE_DIR"] == "/mine"
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert not folder.exists()
+
+
+def test_kept_first_calls_are_not_made_again(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def probes(tasks, processes, **rest):
+        asked.append([impl.name for _, impl in tasks])
+        return {(w.name, i.name): Probe(reason="no") if i.name == "flex" else Probe({"fwd": 1.0}) for w, i in tasks}
+
+    monkeypatch.setattr(run, "probe_all", probes)
+    tasks = [(SMALL, IMPLS[name]) for name in ("flexbwd", "flex")]
+    request = run.Request(caches=tmp_path / "kept")
+    for _ in range(2):
+        with caches(request.caches) as folder:
+            found, words = run.first_calls(request, tasks, folder)
+    assert asked == [["flexbwd", "flex"], ["flex"]]  # what failed is tried again
+    assert found["causal-d64", "flexbwd"] == Probe({"fwd": 1.0})
+    assert words.startswith("1 first calls")
+
+
+def test_files_are_written_after_each_workload(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def measure(w, impls, found, passes, rounds):
+        if w.name == "causal-d64":
+            raise KeyboardInterrupt  # as a time limit would
+        return [report.Row(w.name, "flexbwd", "fwd", 1.0, 2.0)]
+
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(run, "require_cuda", lambda: None)
+    monkeypatch.setattr(run, "facts", lambda: {"date": "2026-12-01", "gpu": "NVIDIA H200"})
+    with pytest.raises(KeyboardInterrupt):
+        run.run(run.Request(["*-d64"], ["flexbwd"], probe=False, out=tmp_path))
+    record = json.loads((tmp_path / "h200-2026-12-01.json").read_text())
+    assert [row["workload"] for row in record["rows"]] == ["dense-d64"]
+    run.run(run.Request(["dense-d64"], ["flexbwd"], rounds=0, probe=False))
+    assert capsys.readouterr().out == "no first calls\n"
 
 
 def test_passes_are_in_order_and_known() -> None:
