@@ -7,6 +7,7 @@ that the Hopper kernels cannot do goes to torch as well, with a notice, unless `
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -67,15 +68,15 @@ def capability(index: int | None) -> tuple[int, int]:
     return found
 
 
+_modules: dict[str, ModuleType] = {}
+
+
 def module(name: str) -> ModuleType:
     """The code of a backend that runs inside the operators: `forward(op, want_max)` and `backward(...)`."""
-    if name == "cpu":
-        from flexbwd import cpu
-
-        return cpu
-    from flexbwd.sm90 import backend
-
-    return backend
+    found = _modules.get(name)
+    if found is None:
+        found = _modules[name] = importlib.import_module("flexbwd.cpu" if name == "cpu" else "flexbwd.sm90.backend")
+    return found
 
 
 def refusal(problem: Problem, plan: Plan, captures: Sequence[Tensor], base: IndexBase | None) -> str | None:

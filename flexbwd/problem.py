@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -59,20 +60,29 @@ def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | No
     A `like` with an expanded (stride 0) dimension gives a contiguous result.
     """
     dtype = like.dtype if dtype is None else dtype
-    order = _memory_order(like)
-    strides = [0] * len(shape)
+    shape = tuple(shape)
+    find = _known_strides if type(like) is Tensor else _strides  # sizes of fake tensors may be symbols, with no hash
+    return torch.empty_strided(shape, find(like.shape, like.stride(), shape), dtype=dtype, device=like.device)
+
+
+def _strides(sizes: Sequence[int], strides: Sequence[int], shape: tuple[int, ...]) -> list[int]:
+    """Strides of a dense tensor of `shape`, nested as one of these sizes and strides is."""
+    found = [0] * len(shape)
     step = 1
-    for dim in reversed(order):
-        strides[dim] = step
+    for dim in reversed(_memory_order(sizes, strides)):
+        found[dim] = step
         step = step * max(shape[dim], 1)
-    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device=like.device)
+    return found
 
 
-def _memory_order(like: Tensor) -> list[int]:
-    """Dimensions of `like`, outermost first; dimensions of size 1 stay where they stand."""
-    dims = range(like.dim())
-    sized = [d for d in dims if like.shape[d] != 1]
-    if any(like.stride(d) == 0 for d in sized):
+_known_strides = functools.lru_cache(maxsize=4096)(_strides)
+
+
+def _memory_order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dimensions, outermost first; dimensions of size 1 stay where they stand."""
+    dims = range(len(sizes))
+    sized = [d for d in dims if sizes[d] != 1]
+    if any(strides[d] == 0 for d in sized):
         return list(dims)
-    by_stride = iter(sorted(sized, key=lambda d: -like.stride()[d]))
+    by_stride = iter(sorted(sized, key=lambda d: -strides[d]))
     return [next(by_stride) if d in sized else d for d in dims]
