@@ -2,7 +2,7 @@
 
 Both become captured tables that the mask's graph reads, so that the kernels know one kind of mask only:
 
-    state = table[b, h, q_idx // q_block, kv_idx // kv_block]      -2 empty · -1 full · else partial, and its slot of bits
+    state = table[b, h, q_idx // q_block, kv_idx // kv_block]       -2 empty · -1 full · else the slot of its bits, or 0
     keep  = (state == -1) | ((state >= 0) & inside)
     inside = mask_mod(b, h, q_idx, kv_idx), or bit kv_idx % kv_block of words[state, q_idx % q_block]
 """
