@@ -30,6 +30,7 @@ class FwdTile:
     tile_n: int = 128  # key rows per step
     stages: int = 2  # K and V tiles in flight, each
     ordered: bool = True  # warpgroups take turns on the tensor cores: one multiplies while the others exponentiate
+    lazy: bool = True  # O is rescaled only when the maximum has grown a lot (softmax.py)
 
     def __post_init__(self) -> None:
         if self.wgs not in _REGISTERS:
@@ -73,17 +74,17 @@ def forward_tile(head_dim: int, value_dim: int, walk: WalkKind = _DENSE, based: 
     """The tile for these (true) head dims. Tiles of listed walks divide 128: one block mask serves all head dims. So do
     those of mods with an IndexBase (`based`): no tile has rows or columns of two blocks.
 
-    Time over FlashAttention-4's on one H200, bf16, S8192: D64 dense, 5 stages 1.00 (2: 1.04, 4: 1.09), causal 2
-    stages 1.02 (4: 1.09);
-    D128 dense, tile_n 128 and 3 stages 1.02 (2: 1.03; tile_n 112: 1.31, 160: 1.18, 176: 1.21), causal 1.01; D256
-    tile_n 80 1.05-1.10 (64: 1.25).
+    Time over FlashAttention-4's on one H200, bf16, S8192, before the persistent kernel: D64 dense, 5 stages 1.00
+    (2: 1.04, 4: 1.09), causal 2 stages 1.02 (4: 1.09); D128 dense, tile_n 128 and 3 stages 1.02 (2: 1.03; tile_n 112:
+    1.31, 160: 1.18, 176: 1.21); D256 tile_n 64 1.25. Since then, over this table: D64 dense lazy 1.02; D128 not lazy
+    dense 1.11, causal 1.04; D256 not lazy 1.06, not ordered 1.12.
     """
     dim, dv = padded_dim(head_dim), padded_dim(value_dim)
     widest, blocked = max(dim, dv), walk.lists or based
     if widest <= 64:
         if blocked:
             return FwdTile(dim, dv, wgs=2, tile_n=128, stages=2)
-        return FwdTile(dim, dv, wgs=3, tile_n=128, stages=2 if walk.band else 5)
+        return FwdTile(dim, dv, wgs=3, tile_n=128, stages=2 if walk.band else 5, lazy=False)
     if widest <= 128:
         return FwdTile(dim, dv, tile_n=128, stages=3)
     if blocked:

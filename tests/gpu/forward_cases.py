@@ -8,12 +8,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexbwd.modgraph.frontend import ModKind, trace
+from flexbwd.modgraph.modplan import ModPlan
+from flexbwd.modgraph.plan_mods import build_mod_plan
 from flexbwd.sm90 import Operands
 from flexbwd.sm90.forward.call import launch
 from flexbwd.sm90.lists import TileLists
 from flexbwd.sm90.walks import Band, Lists
 
 BUDGET = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # relative, norm-wise: rounding of P and of the output
+
+
+def plan_of(score=None, mask=None) -> tuple[ModPlan, tuple[Tensor, ...]]:
+    """Two callables over CPU tensors traced and joined, and their captured tensors."""
+    s, score_captures = trace(score, ModKind.SCORE, device="cpu") if score is not None else (None, ())
+    m, mask_captures = trace(mask, ModKind.MASK, device="cpu") if mask is not None else (None, ())
+    return build_mod_plan(s, None, m), (*score_captures, *mask_captures)
 
 
 class Results(NamedTuple):

@@ -16,8 +16,7 @@ from flexbwd.sm90.mods import ModConfig, ModUse
 from flexbwd.sm90.tile import forward_tile
 from flexbwd.sm90.walks import CAUSAL, Band, Dense, Lists, kind_of
 from flexbwd.sparsity import IndexBase
-from tests.gpu.forward_cases import BUDGET, band_of, operands, run
-from tests.host.to_cute.fragments import plan_of
+from tests.gpu.forward_cases import BUDGET, band_of, operands, plan_of, run
 
 pytestmark = pytest.mark.gpu
 

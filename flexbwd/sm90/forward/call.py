@@ -70,36 +70,52 @@ def launch(
     Args:
         mods: as `ModConfig.of` returns them.
     """
-    if not lse.numel():
-        return
-    if not op.kv_len:
-        out.zero_()
-        lse.fill_(-math.inf)
-        if top is not None:
-            top.fill_(-math.inf)
-        return
     query, key, value = op.query, op.key, op.value
+    kv_len = key.shape[2]
+    if not kv_len or not lse.numel():
+        _nothing(out, lse, top)
+        return
     config, arguments = mods
-    facts = (query.dtype, query.shape[3], value.shape[3], kind_of(walk), op.scale <= 0, top is None, config)
-    kernel = _kernels.get(facts)
-    if kernel is None:
-        kernel = _kernels[facts] = kernel_of(config_of(op, walk, config, top is not None))
-    lo, hi = walk.limits if type(walk) is Band else (0, 0)
-    lists = tuple(walk.lists) if type(walk) is Lists else None
-    numbers = (op.scale * _LOG2_E, lo, hi, *_order(op, walk))
-    kernel.run((query, key, value), (out, lse, top), lists, arguments, work_counter(query.device), numbers)
+    kind, lo, hi, section, lists = 0, 0, 0, 1, None
+    if type(walk) is Band:
+        kind = 2 + (walk.lo is not None) + 2 * (walk.hi is not None)
+        lo, hi = walk.limits
+        section = _section(kv_len, value.shape[3], op)
+    elif type(walk) is Lists:
+        kind, lists = 1, tuple(walk.lists)
+    facts = (query.dtype, query.shape[3], value.shape[3], kind, op.scale <= 0, top is None, id(config))
+    found = _kernels.get(facts)
+    if found is None:
+        found = _remember(facts, op, walk, config, top is not None)
+    device = query.device
+    numbers = (op.scale * _LOG2_E, lo, hi, section, _sms(device))
+    found[0].run((query, key, value), (out, lse, top), lists, arguments, work_counter(device), numbers)
 
 
-_kernels: dict[tuple[Any, ...], Kernel] = {}
+_kernels: dict[tuple[Any, ...], tuple[Kernel, ModConfig]] = {}  # the key holds the id of the ModConfig
 
 
-def _order(op: Operands, walk: Walk) -> tuple[int, int]:
-    """(heads per section, CTAs): CTAs stay and draw work items."""
-    ctas = _sms(op.query.device)
-    if type(walk) is not Band:
-        return 1, ctas
-    kv_bytes = op.kv_len * (op.head_dim + op.value_dim) * 2
-    return max(1, _L2_BYTES // kv_bytes) * op.group, ctas
+def _remember(
+    facts: tuple[Any, ...], op: Operands, walk: Walk, mods: ModConfig, want_max: bool
+) -> tuple[Kernel, ModConfig]:
+    if len(_kernels) > 1024:  # mods come and go
+        _kernels.clear()
+    found = _kernels[facts] = kernel_of(config_of(op, walk, mods, want_max)), mods
+    return found
+
+
+def _nothing(out: Tensor, lse: Tensor, top: Tensor | None) -> None:
+    """No rows, or no keys for them."""
+    out.zero_()
+    lse.fill_(-math.inf)
+    if top is not None:
+        top.fill_(-math.inf)
+
+
+def _section(kv_len: int, value_dim: int, op: Operands) -> int:
+    """Query heads whose K and V stay in L2 together: uneven items of that many heads are handed out longest first."""
+    bytes_per_head = kv_len * (op.head_dim + value_dim) * 2
+    return max(1, _L2_BYTES // bytes_per_head) * op.group
 
 
 @functools.cache

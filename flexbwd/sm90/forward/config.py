@@ -28,6 +28,11 @@ class FwdConfig:
         return self.prescale or self.mods.has_score
 
     @property
+    def exact(self) -> bool:
+        """The softmax subtracts the row's maximum itself, not one that may lie a little lower."""
+        return self.want_max or not self.tile.lazy
+
+    @property
     def may_kill(self) -> bool:
         """Scores of a full tile may be -inf, so that a row may have kept nothing so far."""
         return self.mods.has_score or self.mods.has_keep

@@ -76,7 +76,7 @@ class MmaWarpgroup:
         row_max = cute.make_rmem_tensor((2,), Float32)
         row_sum = cute.make_rmem_tensor((2,), Float32)
         factor = Float32(1.0) if cutlass.const_expr(self.score.config.scaled) else self.score.scales.log2
-        softmax = OnlineSoftmax(row_max, row_sum, factor, self.score.config.want_max)
+        softmax = OnlineSoftmax(row_max, row_sum, factor, self.score.config.exact)
 
         self.first_turn(wg)
         tick = Int32(0)  # tiles of all items before
