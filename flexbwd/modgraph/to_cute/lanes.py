@@ -127,14 +127,12 @@ class Integers:
     def _compare(self, node: Node) -> Node | None:
         """An i64 comparison as one of i32: the side that fits, against the other side brought near it."""
         x, y = node.args
-        narrow = self.narrow(x), self.narrow(y)
-        if narrow[0] is not None and narrow[1] is not None:
-            return self.builder.emit(node.op, *narrow)
-        if narrow[0] is not None:
-            return self.builder.emit(node.op, narrow[0], self._near(y, self.bounds[x]))
-        if narrow[1] is not None:
-            return self.builder.emit(node.op, self._near(x, self.bounds[y]), narrow[1])
-        return None
+        left, right = self.narrow(x), self.narrow(y)
+        if left is None and right is None:
+            return None
+        left = self._near(x, self.bounds[y]) if left is None else left
+        right = self._near(y, self.bounds[x]) if right is None else right
+        return self.builder.emit(node.op, left, right)
 
     def _split_abs(self, node: Node) -> Node:
         """|x| < t  as  x < t and x > -t, two comparisons with a straight line."""

@@ -81,8 +81,7 @@ class Captures:
         pointer = memo(("pointer", *key), lambda: self._pointer(tensor, base, source.wide))
         step = sum(p.step for p in places)
         if step:
-            kind = llvm.PointerType(pointer.type)
-            pointer = llvm.getelementptr(kind, pointer, [], [step], self._storage(tensor), 0)
+            pointer = llvm.getelementptr(pointer.type, pointer, [], [step], self._storage(tensor), 0)
         return self._widen(llvm.load(self._storage(tensor), pointer, invariant=not self.emit.host), tensor, node)
 
     def index(self, node: Node, places: Sequence[Place]) -> list[Value]:

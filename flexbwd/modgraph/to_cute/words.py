@@ -7,7 +7,7 @@ integer sums and through `coordinate // constant`, which is monotone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexbwd.modgraph.analyze import depends
@@ -131,13 +131,12 @@ class Runs:
             return None
         if node.op not in ("add", "sub", "neg") or not is_bounded(node, self.bounds):
             return None
-        lines = [self._line(a) for a in node.args]
-        if None in lines:
+        lines = [line for line in map(self._line, node.args) if line is not None]
+        if len(lines) < len(node.args):
             return None
+        x, y = lines[0], lines[-1]
         if node.op == "neg":
-            line = lines[0]
-            return _Line(-line.step, line.divisor, self._noted("neg", line.rest))
-        x, y = lines
+            return _Line(-x.step, x.divisor, self._noted("neg", x.rest))
         if x.step and y.step:
             return None
         moving = x if x.step else y
@@ -159,7 +158,7 @@ class Runs:
         return node
 
 
-def wordable(roots: Sequence[Node], runs: dict[Node, Run], column: str) -> set[Node]:
+def wordable(roots: Sequence[Node], runs: Mapping[Node, Run], column: str) -> set[Node]:
     """Predicates that are words throughout: runs, what does not depend on the column, and what joins these."""
     reads = depends(roots)
     good: set[Node] = set()
