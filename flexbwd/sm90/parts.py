@@ -9,6 +9,7 @@ from flexbwd.plan import Operands
 from flexbwd.sm90.lists import Grid, Heads, tile_lists
 from flexbwd.sm90.masks import mods_of
 from flexbwd.sm90.mods import NO_MODS, ModConfig, ModUse
+from flexbwd.sm90.tile import heads_in_l2
 from flexbwd.sm90.walks import Band, Dense, Lists, Walk, WalkKind
 
 Mods = tuple[ModConfig, tuple[Any, ...]]
@@ -26,7 +27,7 @@ class Use(NamedTuple):
     tile: tuple[int, int]  # (query rows, key rows)
     keys_are_rows: bool = False  # work items are tiles of keys, walking queries
     backward: bool = False
-    section: int = 1  # heads whose work items start together
+    section: int = 0  # heads whose work items start together, longest first; 0: as many as L2 holds
 
 
 def walk_kind(op: Operands) -> WalkKind:
@@ -47,9 +48,12 @@ def parts_of(op: Operands, use: Use) -> Parts:
     turn = -1 if use.keys_are_rows else 1
     grid = Grid(plan.block_size[::turn], use.tile[::turn], lengths[::turn], use.keys_are_rows)
     batch, q_heads, kv_heads = op.query.shape[0], op.query.shape[1], op.key.shape[1]
-    heads = Heads(batch, q_heads, 1, use.section)
+    group = q_heads // kv_heads
     if use.keys_are_rows:
-        heads = Heads(batch, kv_heads, q_heads // kv_heads, use.section)
+        heads = Heads(batch, kv_heads, group, use.section or 1)
+    else:
+        walked = lengths[1], op.query.shape[3], op.value.shape[3]
+        heads = Heads(batch, q_heads, 1, use.section or heads_in_l2(*walked) * group)
     lists = blocks.kv_to_q if use.keys_are_rows else blocks.q_to_kv
     return Parts(Lists(tile_lists(lists, grid, heads)), _mods(op, use))
 

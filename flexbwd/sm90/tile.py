@@ -12,12 +12,19 @@ WG_ROWS = 64  # rows of a wgmma, and of a warpgroup's score tile
 WG_THREADS = 128
 _BARRIER_BYTES = 1024
 _DENSE = WalkKind()
+_L2_BYTES = 32 << 20  # of 50 MiB on H200: what K and V of one section of heads may take
 _REGISTERS = {2: (24, 240), 3: (32, 160)}  # (producer, MMA) per thread after setmaxnreg, by MMA warpgroups
 
 
 def padded_dim(dim: int) -> int:
     """A head dim as held in shared memory: TMA fills what lies beyond the tensor with zeros."""
     return max(32, -(-dim // 32) * 32)
+
+
+def heads_in_l2(kv_len: int, head_dim: int, value_dim: int) -> int:
+    """Key heads whose K and V (16-bit) stay in L2 together. Uneven work items of that many heads are handed out longest
+    first. H200, causal D128 B2 S8192 H16: 8 heads 0.84 ms, 4 and 16 heads 0.91, 1 head 0.99."""
+    return max(1, _L2_BYTES // max(1, 2 * kv_len * (head_dim + value_dim)))
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from flexbwd.sm90.counters import work_counter
 from flexbwd.sm90.forward.config import FwdConfig
 from flexbwd.sm90.mods import NO_MODS, ModConfig
 from flexbwd.sm90.operands import Operands
-from flexbwd.sm90.tile import forward_tile
+from flexbwd.sm90.tile import forward_tile, heads_in_l2
 from flexbwd.sm90.walks import Band, Lists, Walk, kind_of
 
-_L2_BYTES = 32 << 20  # of 50 MiB on H200: what K and V of one section may take
 _LOG2_E = math.log2(math.e)
 _NO_ARGUMENTS = (0,)
 
@@ -80,7 +79,7 @@ def launch(
     if type(walk) is Band:
         kind = 2 + (walk.lo is not None) + 2 * (walk.hi is not None)
         lo, hi = walk.limits
-        section = _section(kv_len, value.shape[3], op)
+        section = min(heads_in_l2(kv_len, query.shape[3], value.shape[3]) * op.group, op.batch * op.q_heads)
     elif type(walk) is Lists:
         kind, lists = 1, tuple(walk.lists)
     facts = (query.dtype, query.shape[3], value.shape[3], kind, op.scale <= 0, top is None, id(config))
@@ -110,12 +109,6 @@ def _nothing(out: Tensor, lse: Tensor, top: Tensor | None) -> None:
     lse.fill_(-math.inf)
     if top is not None:
         top.fill_(-math.inf)
-
-
-def _section(kv_len: int, value_dim: int, op: Operands) -> int:
-    """Query heads whose K and V stay in L2 together: uneven items of that many heads are handed out longest first."""
-    bytes_per_head = kv_len * (op.head_dim + value_dim) * 2
-    return max(1, _L2_BYTES // bytes_per_head) * op.group
 
 
 @functools.cache
