@@ -56,17 +56,18 @@ def preferred(head_dim: int, value_dim: int) -> bool:
     return max(head_dim, value_dim) > 128
 
 
-def tiles(head_dim: int, value_dim: int, keeps_factor: bool = False) -> tuple[DqTile, BwdTile | DkvTile]:
-    """Tiles of the two passes, dQ first; `keeps_factor`: ∂s'/∂s depends on the score."""
+def tiles(head_dim: int, value_dim: int, j_class: JClass = JClass.ONE) -> tuple[DqTile, BwdTile | DkvTile]:
+    """Tiles of the two passes, dQ first; `j_class`: what ∂s'/∂s is."""
+    dq = dq_tile(head_dim, value_dim, j_class)
     if preferred(head_dim, value_dim):
-        return dq_tile(head_dim, value_dim), dkv_tile(head_dim, value_dim)
-    return dq_tile(head_dim, value_dim), backward_tile(head_dim, value_dim, keeps_factor)
+        return dq, dkv_tile(head_dim, value_dim)
+    return dq, backward_tile(head_dim, value_dim, j_class is JClass.NONLINEAR)
 
 
 @functools.cache
 def uses(head_dim: int, value_dim: int, j_class: JClass) -> tuple[Use, Use]:
     """How the two passes cut the scores into tiles, dQ first."""
-    dq, dkv = tiles(head_dim, value_dim, j_class is JClass.NONLINEAR)
+    dq, dkv = tiles(head_dim, value_dim, j_class)
     return Use((dq.tile_m, dq.tile_n), backward=True), Use((dkv.tile_m, dkv.tile_n), True, backward=True)
 
 
