@@ -41,7 +41,9 @@ def decompose(builder: Builder, roots: Sequence[Node], exact: Collection[Node], 
 
 
 def _decomposed(b: Builder, op: str, args: Sequence[Node]) -> Node | None:
-    x = args[0] if args else None
+    if not args:
+        return None
+    x = args[0]
     if op == "div":
         y = args[1]
         inverse = b.const(1.0 / y.value) if y.is_const and y.value != 0 else b.emit("rcp", y)

@@ -92,10 +92,10 @@ class KindTable:
             return {"q_idx": (1, 0), "kv_idx": (0, 1)}.get(str(node.attr), _STILL)
         if all(self._known[a][0] is Kind.UNIFORM for a in node.args):
             return _STILL
-        steps = [self._known[a][1] for a in node.args]
-        if None in steps or node.op not in ("add", "sub", "neg", "cast", "mul"):
+        steps = [s for s in (self._known[a][1] for a in node.args) if s is not None]
+        if len(steps) < len(node.args) or node.op not in ("add", "sub", "neg", "cast", "mul"):
             return None
-        (q, kv), *rest = steps  # type: ignore[misc]
+        (q, kv), *rest = steps
         if node.op == "cast":
             return q, kv
         if node.op == "neg":
@@ -103,7 +103,7 @@ class KindTable:
         if node.op != "mul":
             sign = 1 if node.op == "add" else -1
             return q + sign * rest[0][0], kv + sign * rest[0][1]
-        for factor, (a, b) in zip(reversed(node.args), steps, strict=True):  # type: ignore[misc]
+        for factor, (a, b) in zip(reversed(node.args), steps, strict=True):
             if factor.is_const:
                 return a * int(factor.value), b * int(factor.value)
         return None
