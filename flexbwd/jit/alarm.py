@@ -23,7 +23,9 @@ MODES = ("off", "warn", "error")
 ENVIRONMENT = "FLEXBWD_COMPILE_ALARM"
 
 _lock = threading.Lock()
-_armed: list[str] = []  # of the open blocks, for all threads: autograd's backward runs in threads of its own
+_armed: list[
+    list[str]
+] = []  # modes of the open blocks, for all threads: autograd's backward runs in threads of its own
 _warming = 0
 _warmed = False
 
@@ -32,13 +34,14 @@ _warmed = False
 def after_warmup(mode: str = "error") -> Iterator[None]:
     """Inside the block a compile, in any thread, raises ("error") or warns ("warn"); "off" allows it again."""
     _check(mode, "after_warmup(mode)")
+    block = [mode]  # an object of its own: blocks of other threads may have the same mode
     with _lock:
-        _armed.append(mode)
+        _armed.append(block)
     try:
         yield
     finally:
         with _lock:
-            _armed.remove(mode)
+            _armed[:] = [b for b in _armed if b is not block]
 
 
 @contextmanager
@@ -74,7 +77,7 @@ def _mode() -> str:
         if _warming:
             return "off"
         if _armed:
-            return _armed[-1]
+            return _armed[-1][0]
         warmed = _warmed
     mode = os.environ.get(ENVIRONMENT, "") or "off"
     _check(mode, ENVIRONMENT)

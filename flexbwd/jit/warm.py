@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -77,7 +76,7 @@ def gathering() -> Iterator[list[Job]]:
     try:
         yield jobs
     finally:
-        _gathered.remove(jobs)
+        _gathered[:] = [g for g in _gathered if g is not jobs]
 
 
 def ahead(jobs: Iterable[Job]) -> None:
@@ -85,7 +84,7 @@ def ahead(jobs: Iterable[Job]) -> None:
     store = cache.default()
     if store.store is None or _gathered or not _workers(FEW):
         return
-    lines = [_request(k) for k in (kernel_of(*job) for job in jobs) if not k.is_ready and store.find(k.config) is None]
+    lines = [_request(k) for k in (kernel_of(*job) for job in jobs) if not k.load(store)]
     wanted = [line for line in lines if line is not None]
     if wanted:
         threading.Thread(target=_serve_ahead, args=(wanted,), daemon=True, name="flexbwd-ahead").start()
@@ -111,16 +110,14 @@ class _Round:
             if self._report is not None:
                 self._report(self.done[-1])
 
-    def bring(self, kernel: Kernel, store: cache.Cache | None = None, how: str = "loaded") -> bool:
+    def bring(self, kernel: Kernel) -> bool:
         """From memory or disk, if it is there."""
         if kernel.is_ready:
             self.say(kernel, "memory", 0.0)
-            return True
-        begin = time.perf_counter()
-        if not kernel.load(store):
-            return False
-        self.say(kernel, how, time.perf_counter() - begin)
-        return True
+        elif kernel.load():
+            assert kernel.event is not None
+            self.say(kernel, "loaded", kernel.event.seconds)
+        return kernel.is_ready
 
     def make(self, missing: list[Kernel], workers: int) -> None:
         """Compile, here and in `workers` processes."""
@@ -187,7 +184,11 @@ class _Worker:
     def __exit__(self, *error: object) -> None:
         atexit.unregister(self._process.kill)
         with suppress(OSError):
-            self._process.communicate(timeout=60)
+            try:
+                self._process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
     def ask(self, line: str) -> dict[str, Any] | None:
         """The answer to a request, or None if the process is gone."""

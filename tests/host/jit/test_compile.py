@@ -94,6 +94,13 @@ def test_inside_after_warmup_a_compile_is_an_error_and_a_load_is_not(exported):
     kernel_of(FwdTile(128, 128), BUILD).ready()
 
 
+def test_blocks_nest():
+    with jit.after_warmup("error"), jit.after_warmup("off"):
+        with jit.after_warmup("error"), pytest.raises(CompileAfterWarmupError):
+            alarm.check("a kernel")
+        alarm.check("a kernel")
+
+
 def test_the_alarm_reaches_other_threads(exported):
     """autograd runs the backward in threads of its own."""
     seen = []
