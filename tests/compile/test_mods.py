@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if find_spec("cutlass") is None:
     pytest.skip("the CuTe DSL has wheels for Linux only", allow_module_level=True)
@@ -27,6 +29,7 @@ from cutlass import Float32, Int32
 from cutlass.base_dsl import version_info
 
 from flexbwd import mods
+from flexbwd.jit.compile import compile_now
 from flexbwd.jit.launch import fake_stream
 from flexbwd.modgraph.extents import Extents
 from flexbwd.sm90.mods import NO_MODS, Axis, ModConfig, ModUse
@@ -48,6 +51,7 @@ class MadeTile:
     config: ModConfig
     kind: str  # "copy", "scale", or what to apply: "score", "mask", "backward"
     rows_are: str
+    columns: int = PER_THREAD // 2  # of a thread that mods are applied to
 
     @cute.jit
     def __call__(self, raw: cute.Tensor, arguments: tuple, scale_log2: Float32, n: Int32, stream):
@@ -76,7 +80,7 @@ class MadeTile:
             return
         head = self.config.head(arguments, b, h, scale_log2)
         rows = head.rows(Axis(row_tile * TILE[0] + first_row(thread), (0, 8)), self.rows_are)
-        columns = tuple(column_of(j) for j in places)
+        columns = tuple(column_of(j) for j in range(self.columns))
         tile = rows.tile(Axis(col_tile * TILE[1] + first_column(thread), columns))
         if self.kind == "score":
             tile.score(frag)
@@ -84,13 +88,19 @@ class MadeTile:
             tile.mask(frag, True)
 
 
-def build(config: ModConfig, kind: str, rows_are: str) -> tuple[Any, tuple[Any, ...]]:
+def build(config: ModConfig, kind: str, rows_are: str, held: int = PER_THREAD) -> tuple[Any, tuple[Any, ...]]:
     from cutlass.cute.runtime import make_fake_tensor
 
     raw = make_fake_tensor(
         Float32, (cute.sym_int32(), 128, PER_THREAD), (128 * PER_THREAD, PER_THREAD, 1), assumed_align=16
     )
-    return MadeTile(config, kind, rows_are), (raw, config.fake_arguments(), Float32(1), Int32(1), fake_stream())
+    return MadeTile(config, kind, rows_are, held // 2), (
+        raw,
+        config.fake_arguments(),
+        Float32(1),
+        Int32(1),
+        fake_stream(),
+    )
 
 
 def counted(config: ModConfig, kind: str, rows_are: str = "q") -> int:
@@ -135,6 +145,33 @@ def test_no_mod_takes_more_instructions_than_recorded(name, rows_are):
 )  # fmt: skip
 def test_the_design_figures_are_met(name, most):
     assert recorded()[name]["q"] <= most
+
+
+def every_function(s, b, h, q, kv):
+    x = s.abs() + 1
+    total = torch.sin(s) + torch.cos(s) + torch.tan(s) + torch.erf(s) + torch.exp(-x) + torch.exp2(-x)
+    total = total + torch.log(x) + torch.log2(x) + torch.log1p(x) + torch.expm1(-x) + torch.sqrt(x) + torch.rsqrt(x)
+    total = total + torch.tanh(s) + torch.sigmoid(s) + x**1.3 + x**s + 1 / x + torch.sign(s) * torch.relu(s)
+    total = total + torch.floor(s) + torch.ceil(s) + torch.trunc(s) + torch.round(s) + s % 3 + torch.fmod(s, x)
+    total = total + torch.maximum(s, x) + torch.minimum(s, x) + s // x + (q**kv) + (q // (kv + 1)) + (kv % (q + 1))
+    total = total + (q << (kv % 3)) + (kv >> (q % 5)) + torch.div(q - kv, 7, rounding_mode="trunc") + (q ^ kv)
+    return torch.where(s.to(torch.int32) > q.long() * 2**33 + kv, total, s)
+
+
+@pytest.mark.parametrize("precision", ["fast", "accurate"])
+def test_every_function_compiles_without_local_memory(precision, tmp_path):
+    extents = Extents(1, 1, 4096, 4096)
+    plan, captures = plan_of(every_function)
+    config, _ = ModConfig.of(plan, captures, ModUse(extents, TILE, backward=True, precision=precision))
+    kernel = compile_now(
+        functools.partial(build, config, "score", "q", 4), options=f"--enable-tvm-ffi --keep-ptx --dump-dir {tmp_path}"
+    )
+    ptx = kernel.artifacts.PTX
+    assert not re.search(r"\b(ld|st)\.local", ptx)
+    approximate = {f for f in ("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos") if f"{f}.approx.ftz" in ptx}
+    assert ("tanh.approx" in ptx) == (precision == "fast")
+    if precision == "fast":
+        assert approximate == {"ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos"}
 
 
 def record() -> None:

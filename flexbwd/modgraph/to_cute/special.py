@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cutlass._mlir.dialects import arith
 from cutlass._mlir.dialects import math as mlir_math
 
-from flexbwd.modgraph.ir import F, Node
+from flexbwd.modgraph.ir import I32, F, Node
 
 if TYPE_CHECKING:
     from .ops import Emit
@@ -21,6 +21,9 @@ Value = Any
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
 _TWO_PI_HIGH = 6.28125  # exact products with whole numbers up to 2**16
 _TWO_PI_LOW = 2 * math.pi - _TWO_PI_HIGH
+_HALF_PI = (1.5703125, 4.837512969970703125e-4, 7.54978995489188216e-8)  # short parts: products with turns are exact
+_SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
+_COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 # erf(x) = 1 - (c1 t + … + c5 t^5) exp(-x²), t = 1 / (1 + p x), x >= 0; |error| <= 1.5e-7 (Abramowitz & Stegun 7.1.26)
 _ERF_P = 0.3275911
 _ERF_C = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
@@ -103,13 +106,43 @@ class Special:
 
     # -- circular ------------------------------------------------------------------------------------------------------
     def sin(self, x: Value, exact: bool, node: Node) -> Value:
-        return mlir_math.sin(x) if exact else self.emit.intrinsic("sin.approx.ftz.f", self._reduced(x))
+        if exact:
+            return self._quadrants(x)[0]
+        return self.emit.intrinsic("sin.approx.ftz.f", self._reduced(x))
 
     def cos(self, x: Value, exact: bool, node: Node) -> Value:
-        return mlir_math.cos(x) if exact else self.emit.intrinsic("cos.approx.ftz.f", self._reduced(x))
+        if exact:
+            return self._quadrants(x)[1]
+        return self.emit.intrinsic("cos.approx.ftz.f", self._reduced(x))
 
     def tan(self, x: Value, exact: bool, node: Node) -> Value:
-        return mlir_math.tan(x) if exact else self.div(self.sin(x, False, node), self.cos(x, False, node), False, node)
+        return self.div(self.sin(x, exact, node), self.cos(x, exact, node), exact, node)
+
+    def _quadrants(self, x: Value) -> tuple[Value, Value]:
+        """sin and cos to 2 ulp of 1 while |x| < 2**16; libdevice's own keep a table in local memory.
+
+        Polynomials for |r| <= π/4 (Cephes, Moshier 1989); x = r + quadrant · π/2.
+        """
+        emit, number, fma = self.emit, self.emit.number, self.emit.fma
+        turns = mlir_math.roundeven(arith.mulf(x, number(2 / math.pi)))
+        r = x
+        for part in _HALF_PI:
+            r = fma(turns, number(-part), r)
+        z = arith.mulf(r, r)
+        sine = fma(arith.mulf(r, z), self._polynomial(z, _SIN), r)
+        cosine = fma(arith.mulf(z, z), self._polynomial(z, _COS), fma(z, number(-0.5), number(1.0)))
+        quadrant = emit.cast(turns, F, I32)
+        odd = emit.bit(quadrant, 0)
+        flip_sin = emit.bit(quadrant, 1)
+        flip_cos = arith.xori(odd, flip_sin)
+        found = arith.select(odd, cosine, sine), arith.select(odd, sine, cosine)
+        return tuple(arith.select(f, arith.negf(v), v) for f, v in zip((flip_sin, flip_cos), found, strict=True))
+
+    def _polynomial(self, z: Value, coefficients: tuple[float, ...]) -> Value:
+        total = self.emit.number(coefficients[0])
+        for c in coefficients[1:]:
+            total = self.emit.fma(total, z, self.emit.number(c))
+        return total
 
     def _reduced(self, x: Value) -> Value:
         """x less the nearest multiple of 2π: the hardware's error grows with |x|."""
