@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexbwd.modgraph.torch_ops import lane_bits, lanes
+from flexbwd.modgraph.recorder import plain_torch
 from flexbwd.plan import Operands
 
 from .coordinates import Coordinates
@@ -21,8 +22,9 @@ from .walk import Chunk, Heads, Partial, RowStep
 
 Keep = tuple[int, int, Tensor]  # columns [c0, c1) and their lane bits, broadcastable to the mod tile
 _STORE_ELEMENTS = 1 << 21  # mask elements remembered per mask: 8 MiB in fp32
-_WORDS = torch.arange(32, dtype=torch.int32)
-_MINUS_INF = {d: lanes(torch.tensor(-math.inf, dtype=d)) for d in (torch.float32, torch.float64)}
+with plain_torch():  # this module may be imported under a FakeTensorMode
+    _WORDS = torch.arange(32, dtype=torch.int32)
+    _MINUS_INF = {d: lanes(torch.tensor(-math.inf, dtype=d)) for d in (torch.float32, torch.float64)}
 
 
 class _Store:
