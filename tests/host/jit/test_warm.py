@@ -158,3 +158,15 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path):
     )
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
     assert ran.stdout.split("\n")[:2] == ["top level runs", "False"], ran.stderr
+
+
+def test_a_warmup_with_fake_tensors_leaves_nothing_fake_behind():
+    """In a new process, where modules are imported under the mode."""
+    code = (
+        "import torch, flexbwd\n"
+        "from flexbwd.cli import doctor, warmup\n"
+        "warmup.gather(warmup.Request(['64', 'gemma2-9b']))\n"
+        "print(max(doctor.self_check_errors().values()) < 1e-10)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.strip() == "True", ran.stderr
