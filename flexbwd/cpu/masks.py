@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from flexbwd.modgraph.torch_ops import lane_bits, lanes
 from flexbwd.modgraph.recorder import plain_torch
+from flexbwd.modgraph.torch_ops import lane_bits, lanes
 from flexbwd.plan import Operands
 
 from .coordinates import Coordinates
