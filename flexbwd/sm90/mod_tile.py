@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Float32, Int32
 from cutlass._mlir.dialects import arith
 
-from flexbwd.modgraph.ir import I32, Node
+from flexbwd.modgraph.ir import Node
 from flexbwd.modgraph.to_cute.evaluate import Evaluator
 from flexbwd.modgraph.to_cute.kinds import SCALE, SCALE_LOG2, Kind
 from flexbwd.modgraph.to_cute.loads import Captures, Source
@@ -340,6 +340,3 @@ class CaptureGrad:
         q, kv = (x, y) if self.tile.rows.rows_are == "q" else (y, x)
         self.tile.evaluator.element(None if raw is None else Float32(raw).ir_value())
         return make(q, kv)
-
-
-__all__ = ["I32", "CaptureGrad", "Head", "Rows", "Tile"]

@@ -2,7 +2,7 @@
 
 Host side (needs no DSL):
 
-    use = ModUse(extents, tile, backward=..., partial=..., precision=..., base=...)
+    use = ModUse(extents, tile, backward=..., partial=..., precision=...)
     mods, arguments = ModConfig.of(mod_plan, captures, use, index_base)      # cached; a few microseconds when known
     FwdConfig(..., mods=mods)                       `ModConfig` is a small key; its graph takes no part in equality
     kernel(..., arguments)                          ONE kernel argument: a tuple, never empty
@@ -34,6 +34,10 @@ call stands, so a call must stand in the region that its tier belongs to:
                                           `limits` = Limits(row_end, col_end, lo, hi) if given: LOCAL row < row_end,
                                           column < col_end, lo <= q - kv <= hi; each None or Int32
     tile.sites                            loads with a gradient: see `CaptureGrad`; reduction is the kernel's
+
+Offsets of 0, 1, 8, 9, 16, 17, … (`numerics.column_of`) or 0, 1, 2, … let masks be words of 32 columns; others are
+compared one by one. Global coordinates are taken to be below 2**30. Captured tensors are read as constant memory: they
+must not change while the kernel runs.
 """
 
 from __future__ import annotations

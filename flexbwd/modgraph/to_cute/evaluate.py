@@ -73,6 +73,7 @@ class Evaluator:
     def element(self, raw: Value | None) -> None:
         """Go to another element; `raw` is its q·k."""
         self._element = {}
+        self.inputs.pop(RAW, None)  # what needs it and has none must fail, not read the last element's
         if raw is not None:
             self.inputs[RAW] = raw
 
