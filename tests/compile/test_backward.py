@@ -81,8 +81,8 @@ def test_small_kernels_move_16_bytes_at_a_time(dim):
 def test_every_head_dim_has_a_tile():
     for dim in range(8, 257, 8):
         for value_dim in range(8, 257, 8):
-            for keeps_factor in (False, True):
-                assert backward_tile(dim, value_dim, keeps_factor).smem_bytes <= SMEM_BYTES
+            for roomy in (False, True):
+                assert backward_tile(dim, value_dim, roomy).smem_bytes <= SMEM_BYTES
 
 
 def test_a_tile_beyond_shared_memory_is_refused():

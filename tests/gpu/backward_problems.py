@@ -124,8 +124,8 @@ def tile_lists(keep: Tensor, tile: BwdTile, batch: int, kv_heads: int) -> TileLi
 
 def mods_of(
     problem: Problem, walk: Walk, score_mod: Mod | None, mask_mod: Mod | None, tile: BwdTile | None
-) -> tuple[BwdTile, tuple[ModConfig, tuple[Any, ...]]]:
-    """The kernel's tile, and its mods."""
+) -> tuple[BwdTile, tuple[ModConfig, tuple[Any, ...]], tuple[Tensor, ...]]:
+    """The kernel's tile, its mods, and what they capture."""
     op = problem.op
     traced = [
         None if mod is None else trace(mod, kind, device="cuda")
@@ -134,12 +134,13 @@ def mods_of(
     captures = tuple(c for t in traced if t is not None for c in t[1])
     plan = build_mod_plan(*(None if t is None else t[0] for t in (traced[0], None, traced[1])))
     if tile is None:
-        tile = backward_tile(op.head_dim, op.value_dim, plan.j_class.value == "nonlinear")
+        trained = any(site.jacobian is not None for site in plan.loads)
+        tile = backward_tile(op.head_dim, op.value_dim, trained or plan.j_class.value == "nonlinear")
     if score_mod is None and mask_mod is None:
-        return tile, (NO_MODS, (0,))
+        return tile, (NO_MODS, (0,)), ()
     extents = Extents(op.batch, op.q_heads, op.q_len, op.kv_len)
     use = ModUse(extents, (tile.tile_m, tile.tile_n), backward=True, partial=isinstance(walk, Lists))
-    return tile, ModConfig.of(plan, captures, use)
+    return tile, ModConfig.of(plan, captures, use), captures
 
 
 def run(
@@ -153,12 +154,27 @@ def run(
     """The kernels' gradients; a walk given as `keep` is walked by lists."""
     op = problem.op
     lists = isinstance(walk, Tensor)
-    tile, mods = mods_of(problem, Lists(None) if lists else walk, score_mod, mask_mod, tile)  # type: ignore[arg-type]
+    tile, mods, captures = mods_of(problem, Lists(None) if lists else walk, score_mod, mask_mod, tile)  # type: ignore[arg-type]
     if lists:
         walk = Lists(tile_lists(walk, tile, op.batch, op.kv_heads))
     rows = (problem.out, problem.lse, problem.grad_out, problem.grad_lse)
+    needs = Needs() if needs is None else needs
+    needs = replace(needs, captures=tuple(c.requires_grad for c in captures))
     with poisoned():
-        return backward(op, *rows, Needs() if needs is None else needs, walk, mods, tile)
+        got = backward(op, *rows, needs, walk, mods, tile, captures)
+    got.captures = [(c, g) for c, g in zip(captures, got.captures, strict=False) if g is not None]  # type: ignore[misc]
+    return got
+
+
+def check_learned(problem: Problem, learned: tuple[Tensor, ...], walk: Walk | Tensor, **mods: Any) -> None:
+    """Gradients of captured tensors, through what the mods' prologue made of them."""
+    got = run(problem, walk, **mods)
+    captured, grads = zip(*got.captures, strict=True)
+    found = torch.autograd.grad(captured, learned, grads)
+    for grad, want in zip(found, problem.want[3:], strict=True):
+        assert bool(grad.isfinite().all())
+        error = float((grad.double() - want.double()).norm() / want.double().norm().clamp_min(1e-9))
+        assert error <= 2 * BUDGET[problem.op.query.dtype], f"{error:.2g}"
 
 
 def check(problem: Problem, walk: Walk | Tensor = Dense(), needs: Needs | None = None, **mods: Any) -> None:  # noqa: B008
@@ -174,4 +190,4 @@ def check(problem: Problem, walk: Walk | Tensor = Dense(), needs: Needs | None =
             assert error <= BUDGET[grad.dtype] * max(size, 1e-9), f"{name}: {error / max(size, 1e-9):.2g}"
 
 
-__all__ = ["Band", "Dense", "Lists", "Problem", "Shape", "band_keep", "check", "make", "replace", "run", "tile_lists"]
+__all__ = ["Problem", "Shape", "band_keep", "check", "check_learned", "make", "run", "tile_lists"]

@@ -8,7 +8,7 @@ import torch
 from flexbwd import mods
 from flexbwd.reference import kept_elements
 from flexbwd.sm90.walks import CAUSAL, Dense
-from tests.gpu.backward_problems import Shape, band_keep, check, make
+from tests.gpu.backward_problems import Shape, band_keep, check, check_learned, make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,13 +23,42 @@ SCORES = [e.name for e in mods.zoo("score")]
 MASKS = [e.name for e in mods.zoo("mask")]
 
 
-def example(name: str, shape: Shape):
-    """A mod of the zoo with its tensors on the GPU and frozen."""
+LEARNED = [
+    "alibi_learned",
+    "batch_bias",
+    "graphormer",
+    "head_bias",
+    "key_bias",
+    "pair_bias",
+    "relative_table",
+    "t5_causal",
+]
+
+
+def example(name: str, shape: Shape, learned: bool = False):
+    """A mod of the zoo with its tensors on the GPU, frozen or not; and those that can be trained."""
     entry = mods.get(name)
     found = entry.example_arguments(shape.batch, shape.heads[0], *shape.lengths)
-    moved = [t.detach().cuda() if isinstance(t, torch.Tensor) else t for t in found]
+    moved = [
+        t.detach().cuda().requires_grad_(learned and t.requires_grad) if isinstance(t, torch.Tensor) else t
+        for t in found
+    ]
     with torch.device("cuda"):  # for tables that a factory makes
-        return entry.instantiate(tuple(moved))
+        mod = entry.instantiate(tuple(moved))
+    return (mod, tuple(t for t in moved if isinstance(t, torch.Tensor) and t.requires_grad)) if learned else mod
+
+
+@pytest.mark.parametrize("walk", [Dense(), CAUSAL, "lists"], ids=["dense", "causal", "lists"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_captured_tensors_match_fp64(name, walk):
+    shape = Shape((257, 333), (128, 128) if walk != CAUSAL else (64, 64), (4, 2))
+    mod, learned = example(name, shape, learned=True)
+    keep = None if isinstance(walk, Dense) else band_keep(CAUSAL, shape.lengths)
+    if walk == "lists":
+        keep = torch.zeros(1, 1, *shape.lengths, dtype=torch.bool, device="cuda")
+        keep[..., :128, 128:256] = keep[..., 128:, :128] = True
+        walk = keep
+    check_learned(make(shape, keep, mod, learned=learned), learned, walk, score_mod=mod)
 
 
 @pytest.mark.parametrize("walk", [Dense(), CAUSAL], ids=["dense", "causal"])

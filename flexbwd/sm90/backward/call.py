@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from flexbwd.jit.compile import Kernel, kernel_of, load_dsl
 from flexbwd.jit.launch import tma_ready
 from flexbwd.jit.warm import Job
-from flexbwd.modgraph.modplan import JClass
+from flexbwd.modgraph.ir import topological
+from flexbwd.modgraph.modplan import JClass, ModPlan
 from flexbwd.plan import Gradients, Needs
-from flexbwd.problem import empty_like_order
-from flexbwd.sm90.backward.config import BwdConfig
+from flexbwd.sm90.backward.config import BwdConfig, trained_slots
 from flexbwd.sm90.backward.tile import BwdTile, backward_tile
 from flexbwd.sm90.mods import NO_MODS, ModConfig
 from flexbwd.sm90.operands import Operands
@@ -34,6 +35,7 @@ def backward(
     walk: Walk,
     mods: Mods = (NO_MODS, (0,)),
     tile: BwdTile | None = None,
+    captures: Sequence[Tensor] = (),
 ) -> Gradients:
     """Gradients of `forward` at `grad_out` and `grad_lse`.
 
@@ -46,22 +48,60 @@ def backward(
         walk: which scores are kept; lists are by key tiles of `backward_tile(...)`, per query head.
         mods: what `ModConfig.of` made for the kernel's tile.
         tile: None takes the table's.
+        captures: tensors that the mods read, by load slot; read for their shapes, where gradients of them are needed.
     Returns:
         Gradients in the dtype and stride order of their tensors; None where not needed.
+    Raises:
+        UnsupportedError: a captured tensor needs a gradient that this kernel does not give; see `captures_refusal`.
     """
-    if not (needs.query or needs.key or needs.value):
-        return Gradients()
-    tensors = (op.query, op.key, op.value)
     wanted = (needs.query, needs.key, needs.value)
-    grads = [empty_like_order(t, t.shape) if n else None for t, n in zip(tensors, wanted, strict=True)]
+    learned = _Learned.of(mods[0], needs.captures, captures)
+    if not (any(wanted) or learned.slots):
+        return Gradients(captures=learned.results())
+    grads = [torch.empty_like(t) if n else None for t, n in zip((op.query, op.key, op.value), wanted, strict=True)]
     if not (op.batch and op.q_heads and op.q_len and op.kv_len):
-        return Gradients(*[None if g is None else g.zero_() for g in grads])
-    heads = (kind_of(walk), op.group > 1)
-    key = _Static(op.head_dim, op.value_dim, op.query.dtype, *heads, *wanted, grad_lse is not None, mods[0])
-    kernels = _kernels(key, tile)
+        return Gradients(*[None if g is None else g.zero_() for g in grads], learned.results())
+    static = (kind_of(walk), op.group > 1, *wanted, bool(learned.slots), grad_lse is not None, mods[0])
+    kernels = _kernels(_Static(op.head_dim, op.value_dim, op.query.dtype, *static), tile)
     rows = (out, lse, tma_ready(dense(grad_out)), grad_lse)
-    _launch(kernels, op, rows, walk, mods[1], grads)
-    return Gradients(*grads)
+    _launch(kernels, op, rows, walk, (*mods[1], *learned.sums), grads)
+    return Gradients(*grads, learned.results())
+
+
+def captures_refusal(mods: ModPlan) -> str | None:
+    """Why the kernel cannot give the gradients of captured tensors, or None where it can."""
+    for site in mods.loads:
+        if site.jacobian is None:
+            continue
+        name = mods.captures[site.slot].name
+        if mods.j_class is JClass.NONLINEAR:
+            return f"{name} requires grad inside a score_mod whose derivative depends on the score"
+        if any(n.op == "in" and n.attr == "score" for n in topological([site.jacobian])):
+            return f"{name} requires grad, and its derivative depends on the score"
+    return None
+
+
+class _Learned(NamedTuple):
+    """Captured tensors that get a gradient: fp32 sums by `trained_slots`."""
+
+    slots: list[int]
+    sums: list[Tensor]
+    captures: Sequence[Tensor]
+    needed: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, mods: ModConfig, needed: tuple[bool, ...], captures: Sequence[Tensor]) -> _Learned:
+        slots = trained_slots(mods) if any(needed) else []
+        sums = [torch.zeros(captures[s].shape or (1,), dtype=torch.float32, device=captures[s].device) for s in slots]
+        return cls(slots, sums, captures, needed)
+
+    def results(self) -> list[Tensor | None]:
+        """By load slot, in the captured tensors' shapes and dtypes."""
+        found: list[Tensor | None] = [None] * len(self.captures)
+        for slot, total in zip(self.slots, self.sums, strict=True):
+            if self.needed[slot]:
+                found[slot] = total.view(self.captures[slot].shape).to(self.captures[slot].dtype)
+        return found
 
 
 def jobs(op: Operands, needs: Needs, walk: Walk, mods: ModConfig = NO_MODS) -> list[Job]:
@@ -69,7 +109,7 @@ def jobs(op: Operands, needs: Needs, walk: Walk, mods: ModConfig = NO_MODS) -> l
     wanted = (needs.query, needs.key, needs.value)
     if not any(wanted):
         return []
-    facts = (op.head_dim, op.value_dim, op.query.dtype, kind_of(walk), op.group > 1, *wanted)
+    facts = (op.head_dim, op.value_dim, op.query.dtype, kind_of(walk), op.group > 1, *wanted, False)
     plain, with_lse = (_kernels(_Static(*facts, has_grad_lse, mods), None) for has_grad_lse in (False, True))
     found = [plain.main, plain.delta, with_lse.delta, plain.convert]
     return [(k.config, k.build) for k in found if k is not None]
@@ -86,6 +126,7 @@ class _Static(NamedTuple):
     want_dq: bool
     want_dk: bool
     want_dv: bool
+    want_captures: bool
     has_grad_lse: bool
     mods: ModConfig
 
@@ -103,8 +144,10 @@ class _Kernels(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _kernels(key: _Static, tile: BwdTile | None) -> _Kernels:
     if tile is None:
-        tile = backward_tile(key.head_dim, key.value_dim, key.mods.j_class is JClass.NONLINEAR)
-    config = BwdConfig(tile, key.dtype, key.walk, key.grouped, key.want_dq, key.want_dk, key.want_dv, key.mods)
+        roomy = key.mods.j_class is JClass.NONLINEAR or key.want_captures
+        tile = backward_tile(key.head_dim, key.value_dim, roomy)
+    wanted = (key.want_dq, key.want_dk, key.want_dv, key.mods, key.want_captures)
+    config = BwdConfig(tile, key.dtype, key.walk, key.grouped, *wanted)
     floats = tile.tile_m * tile.dim if key.want_dq else 0
     delta = DeltaConfig(key.dtype, key.value_dim, tile.tile_m, floats, key.has_grad_lse)
     convert = ConvertConfig(key.dtype, tile.tile_m, tile.dim, tile.dq_wg_dim)
@@ -125,7 +168,12 @@ def _launch(
     mods: tuple[Any, ...],
     grads: list[Tensor | None],
 ) -> None:
-    """The three kernels. `rows` is (out, lse, grad_out, grad_lse)."""
+    """The three kernels.
+
+    Args:
+        rows: (out, lse, grad_out, grad_lse).
+        mods: the arguments of mods, then the sums of captured tensors.
+    """
     out, lse, grad_out, grad_lse = rows
     dq, dk, dv = grads
     tile = kernels.tile
@@ -205,8 +253,17 @@ def build_backward(config: BwdConfig) -> tuple[Any, tuple[Any, ...]]:
     matrices = [fake_tensor(config.dtype, 4) for _ in range(6)]
     dq_acc = fake_accumulator(config.tile.tile_m * config.tile.dim if config.want_dq else 0)
     inputs = (*matrices[:4], fake_rows(), fake_rows(), dq_acc)
-    numbers = (Float32(1.0), fake_walk(config.walk), config.mods.fake_arguments())
+    numbers = (Float32(1.0), fake_walk(config.walk), (*config.mods.fake_arguments(), *fake_captures(config)))
     return BackwardKernel(config), (*inputs, *matrices[4:], *numbers, fake_stream())
+
+
+def fake_captures(config: BwdConfig) -> tuple[Any, ...]:
+    """What `_Learned.sums` will be."""
+    from flexbwd.jit.launch import fake_compact
+
+    ranks = {key.slot: key.rank for key in config.mods.captures}
+    slots = trained_slots(config.mods) if config.want_captures else []
+    return tuple(fake_compact(torch.float32, ranks[s]) for s in slots)
 
 
 def fake_walk(kind: WalkKind) -> tuple[Any, ...]:

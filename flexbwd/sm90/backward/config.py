@@ -21,7 +21,13 @@ class BwdConfig:
     want_dk: bool = True
     want_dv: bool = True
     mods: ModConfig = NO_MODS
+    want_captures: bool = False  # gradients of captured tensors
 
     @property
     def want_ds(self) -> bool:
-        return self.want_dq or self.want_dk
+        return self.want_dq or self.want_dk or self.want_captures
+
+
+def trained_slots(mods: ModConfig) -> list[int]:
+    """Load slots of the captured tensors that can get a gradient; the kernel's targets come in this order."""
+    return [] if mods.graph is None else sorted({s.slot for s in mods.graph.sites})

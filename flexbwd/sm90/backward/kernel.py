@@ -18,7 +18,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from flexbwd.jit.launch import dsl_dtype
-from flexbwd.sm90.backward.config import BwdConfig
+from flexbwd.sm90.backward.config import BwdConfig, trained_slots
 from flexbwd.sm90.backward.dq_writer import DqWriter
 from flexbwd.sm90.backward.epilogue import Epilogue
 from flexbwd.sm90.backward.loader import Loader
@@ -80,7 +80,7 @@ class BackwardKernel:
         mods: tuple,
         stream: Any,
     ):
-        """`walk`: see `BwdWalk.detail`; `mods`: what `ModConfig.of` made."""
+        """`walk`: see `BwdWalk.detail`; `mods`: what `ModConfig.of` made, then `CaptureGrads.targets`."""
         tile, dtype = self.config.tile, query.element_type
         layouts = smem_layouts(tile, dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -146,4 +146,6 @@ class BackwardKernel:
             epilogue = Epilogue(config, outputs, smem, scale)
             thread = cute.arch.thread_idx()[0] - WG_THREADS
             wg = warp // 4 - 1
-            MmaWarpgroups(config, smem, pipes, walk, epilogue, scale * LOG2_E, mods).run(work, wg, thread)
+            own = len(mods) - (len(trained_slots(config.mods)) if config.want_captures else 0)
+            roles = (config, smem, pipes, walk, epilogue, scale * LOG2_E, mods[:own], mods[own:])
+            MmaWarpgroups(*roles).run(work, wg, thread)

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from flexbwd.sm90.backward.capture_grads import CaptureGrads
 from flexbwd.sm90.backward.config import BwdConfig
 from flexbwd.sm90.backward.epilogue import Epilogue
 from flexbwd.sm90.backward.operands import Work
@@ -31,6 +32,7 @@ class MmaWarpgroups:
     epilogue: Epilogue
     scale_log2: Float32
     mod_arguments: tuple
+    capture_targets: tuple
 
     @cute.jit
     def run(self, work: Work, wg: Int32, thread: Int32):
@@ -43,6 +45,7 @@ class MmaWarpgroups:
             kv += wg * 64
         share = Share.of(products, smem, thread)
         lane = Lane(wg, thread, kv)
+        captures = CaptureGrads.of(self.config, self.capture_targets, thread)
         step = Step(
             self.config,
             smem,
@@ -53,6 +56,7 @@ class MmaWarpgroups:
             acc,
             lane,
             self.scale_log2,
+            captures,
         )
         cute.arch.mbarrier_wait(self.pipes.kv, 0)
         tick = Int32(0)
@@ -75,6 +79,8 @@ class MmaWarpgroups:
             head = row - work.batch * work.q_heads
             mods = self.config.mods.head(self.mod_arguments, work.batch, head, self.scale_log2)
             step = replace(step, mods=mods.rows(Axis(step.lane.kv, (0, 8)), "kv"))
+        if cutlass.const_expr(step.captures is not None):
+            step.captures.start()
         if cutlass.const_expr(walk.kind.lists or walk.kind.band):
             for _ in cutlass.range(partial, unroll=1):
                 m_block = step.run(m_block, row, tick, PARTIAL)
@@ -87,4 +93,6 @@ class MmaWarpgroups:
             for _ in cutlass.range(kept, unroll=1):
                 m_block = step.run(m_block, row, tick, FULL)
                 tick += 1
+        if cutlass.const_expr(step.captures is not None):
+            step.captures.finish(step.mods)
         return tick, m_block

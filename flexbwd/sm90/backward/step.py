@@ -20,6 +20,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from flexbwd.modgraph.modplan import JClass
+from flexbwd.sm90.backward.capture_grads import CaptureGrads
 from flexbwd.sm90.backward.config import BwdConfig
 from flexbwd.sm90.backward.pipes import DQ_END, DQ_THREADS, Barrier, Pipes
 from flexbwd.sm90.backward.products import Accumulators, Products, Share
@@ -66,6 +67,7 @@ class Step:
     acc: Accumulators
     lane: Lane
     scale_log2: Float32
+    captures: CaptureGrads | None
     mods: Any = None  # mod_tile.Rows of the head being walked: keys are rows
 
     @cute.jit
@@ -82,17 +84,21 @@ class Step:
 
         # 1, 2: S and dP
         acc_dP = products.dp.accumulator(tile.tile_n, tile.tile_m)
+        together = config.want_ds and not self.is_crowded(kind)
         warpgroup.fence()
         products.s.issue(self.acc.S, False, b_stage=q_stage)
         pipes.do.wait_full(tick)
-        if cutlass.const_expr(config.want_ds):
+        if cutlass.const_expr(together):
             products.dp.issue(acc_dP, False, b_stage=do_stage)
-        warpgroup.wait_group(1 if config.want_ds else 0)
+        warpgroup.wait_group(1 if together else 0)
 
         # 3: P, then dS
         q = m_block * tile.tile_m + self.first_query()
         rP, rdS = (cute.make_rmem_tensor_like(self.acc.S, dtype) for _ in range(2))
         self.exponentiate(rP, q, q_stage, kind)
+        if cutlass.const_expr(config.want_ds and not together):
+            warpgroup.fence()
+            products.dp.issue(acc_dP, False, b_stage=do_stage)
         if cutlass.const_expr(config.want_ds):
             warpgroup.wait_group(0)
             self.through_softmax(acc_dP, q, do_stage)
@@ -102,6 +108,10 @@ class Step:
         self.multiply(rP, rdS, row * self.walk.m_blocks + m_block, tick)
         pipes.q.release(tick)
         return self.await_query(tick + 1)
+
+    def is_crowded(self, kind: str) -> bool:
+        """Must dP wait until P is made? With 128 queries a step a mask_mod finds no registers beside dP."""
+        return kind == PARTIAL and self.config.mods.has_mask and self.config.tile.tile_m == 128
 
     @cute.jit
     def multiply(self, rP: cute.Tensor, rdS: cute.Tensor, target: Int32, tick: Int32):
@@ -215,8 +225,13 @@ class Step:
             for r in range(2):
                 for j in range(len(columns)):
                     grad[r, j] = held[r, j] * (grad[r, j] - delta[j])
-            if mods.j_class in (JClass.CONST, JClass.LINEAR):
+            if mods.j_class in (JClass.CONST, JClass.LINEAR) and self.captures is None:
                 self.mod_tile(q, columns).times_factor(grad)
+        if self.captures is not None:
+            self.captures.add(self.mods, acc_dP, q)
+            if mods.j_class in (JClass.CONST, JClass.LINEAR):
+                columns = tuple(range(cute.size(acc_dP) // 2))
+                self.mod_tile(q, columns).times_factor(rows_and_columns(acc_dP))
 
     def mod_tile(self, q: Int32, columns: tuple[int, ...]) -> Any:
         """The mods over some columns of the fragment; None without mods."""

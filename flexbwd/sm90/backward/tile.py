@@ -70,16 +70,16 @@ class BwdTile:
         return stationary + rings + stats + weights + 4 * self.tile_m * self.dim + _BARRIER_BYTES
 
 
-def backward_tile(head_dim: int, value_dim: int, keeps_factor: bool = False) -> BwdTile:
+def backward_tile(head_dim: int, value_dim: int, roomy: bool = False) -> BwdTile:
     """The tile for these (true) head dims.
 
-    `keeps_factor`: ∂s'/∂s depends on the score (softcap). What that keeps beside P leaves no registers for 128 queries
-    a step.
+    `roomy`: more is kept beside P than 128 queries a step leave registers for, as ∂s'/∂s depends on the score
+    (softcap), or captured tensors get gradients.
     """
     dim, dv = padded_dim(head_dim), padded_dim(value_dim)
     widest = max(dim, dv)
     if widest <= 64:
-        return BwdTile(dim, dv, tile_m=64 if keeps_factor else 128)
+        return BwdTile(dim, dv, tile_m=64 if roomy else 128)
     if widest <= 128:
         return BwdTile(dim, dv)
     if widest <= 192:
