@@ -58,7 +58,7 @@ def preferred(head_dim: int, value_dim: int) -> bool:
 
 def tiles(head_dim: int, value_dim: int, j_class: JClass = JClass.ONE) -> tuple[DqTile, BwdTile | DkvTile]:
     """Tiles of the two passes, dQ first; `j_class`: what ∂s'/∂s is."""
-    dq = dq_tile(head_dim, value_dim, j_class)
+    dq = dq_tile(head_dim, value_dim)
     if preferred(head_dim, value_dim):
         return dq, dkv_tile(head_dim, value_dim)
     return dq, backward_tile(head_dim, value_dim, j_class is JClass.NONLINEAR)

@@ -15,10 +15,19 @@ from flexbwd.sm90.tile import WG_ROWS, WG_THREADS
 
 
 @dataclass(frozen=True)
+class Lane:
+    """Who a thread is: in its warpgroup, and its CTA in the cluster."""
+
+    thread: Int32
+    rank: Int32
+
+
+@dataclass(frozen=True)
 class Epilogue:
     dk: Matrix
     dv: Matrix
     scale: Float32
+    cluster: cutlass.Constexpr[int]
 
     @cute.jit
     def sync(self):
@@ -33,7 +42,7 @@ class Epilogue:
         place: cute.Tensor,
         factor: Float32,
         work: Work,
-        thread: Int32,
+        lane: Lane,
         value: cutlass.Constexpr[bool],
     ):
         """acc·factor by way of `place` (64, columns)."""
@@ -43,12 +52,13 @@ class Epilogue:
         rounded = cute.make_rmem_tensor_like(acc, dtype)
         rounded.store((acc.load() * factor).to(dtype))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-        copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(lane.thread)
         cute.copy(copy, copy.retile(rounded), copy.partition_D(place))
         cute.arch.fence_view_async_shared()  # stmatrix before the TMA store that reads it
         cute.arch.barrier(barrier_id=store, number_of_threads=WG_THREADS)
-        if thread < 32:
-            g = cute.local_tile(target.m[None, None, work.kv_head, work.batch], (WG_ROWS, columns), (work.n_block, 0))
+        if lane.thread < 32:
+            own = work.n_block * self.cluster + lane.rank
+            g = cute.local_tile(target.m[None, None, work.kv_head, work.batch], (WG_ROWS, columns), (own, 0))
             t_s, t_g = cpasync.tma_partition(
                 target.atom, 0, cute.make_layout(1), cute.group_modes(place, 0, 2), cute.group_modes(g, 0, 2)
             )

@@ -7,6 +7,8 @@ LOADERS  K, V     ──TMA, once────────────┘  warps 
 
 At D = 256 the accumulators of 64 keys fill half of two warpgroups' registers whichever way they are cut. Cut by
 result (mma.py) no product needs P or dS from shared memory, and all that warpgroups exchange is P, once.
+
+64 keys a CTA mean that Q and dO are read from L2 twice as often as by 128; CTAs of a cluster load for each other.
 """
 
 from enum import IntEnum
@@ -21,7 +23,7 @@ from flexbwd.jit.launch import dsl_dtype
 from flexbwd.sm90.backward.operands import Inputs, Matrix, Work
 from flexbwd.sm90.backward.walk import BwdWalk
 from flexbwd.sm90.dkv.config import DkvConfig
-from flexbwd.sm90.dkv.epilogue import Epilogue
+from flexbwd.sm90.dkv.epilogue import Epilogue, Lane
 from flexbwd.sm90.dkv.exchange import Exchange
 from flexbwd.sm90.dkv.loader import Loader
 from flexbwd.sm90.dkv.mma import MmaWarpgroup
@@ -42,10 +44,10 @@ class Warp(IntEnum):
     KEY = 8
 
 
-def _matrix(op: Any, tensor: cute.Tensor, layout: Any, rows: int, columns: int) -> Matrix:
-    """[B, H, S, D] as (S, D, H, B), moved in tiles of rows x columns."""
+def _matrix(op: Any, tensor: cute.Tensor, layout: Any, rows: int, columns: int, ctas: int = 1) -> Matrix:
+    """[B, H, S, D] as (S, D, H, B), moved in tiles of rows x columns; by `ctas` CTAs together."""
     by_rows = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 3, 1, 0]))
-    return Matrix(*cpasync.make_tiled_tma_atom(op, by_rows, cute.select(layout, mode=[0, 1]), (rows, columns)))
+    return Matrix(*cpasync.make_tiled_tma_atom(op, by_rows, cute.select(layout, mode=[0, 1]), (rows, columns), ctas))
 
 
 class DkvKernel:
@@ -75,9 +77,10 @@ class DkvKernel:
         tile = self.config.tile
         layouts = Layouts.of(tile, query.element_type)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        share = load if tile.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         inputs = Inputs(
-            q=_matrix(load, query, layouts.q, tile.tile_m, tile.dim),
-            do=_matrix(load, grad_out, layouts.do, tile.tile_m, tile.value_dim),
+            q=_matrix(share, query, layouts.q, tile.tile_m, tile.dim, tile.cluster),
+            do=_matrix(share, grad_out, layouts.do, tile.tile_m, tile.value_dim, tile.cluster),
             k=_matrix(load, key, layouts.k, WG_ROWS, tile.dim),
             v=_matrix(load, value, layouts.v, WG_ROWS, tile.value_dim),
             lse=lse_log2,
@@ -87,12 +90,14 @@ class DkvKernel:
             dk=_matrix(store, grad_key, layouts.k, WG_ROWS, tile.dim),
             dv=_matrix(store, grad_value, layouts.v, WG_ROWS, tile.value_dim),
             scale=scale,
+            cluster=tile.cluster,
         )
         n_blocks = (key.shape[2] + (tile.tile_n - 1)) // tile.tile_n
-        items = n_blocks * key.shape[1] * key.shape[0]
+        ctas = n_blocks * key.shape[1] * key.shape[0] * tile.cluster
         self.kernel(inputs, epilogue, n_blocks, walk, mods).launch(
-            grid=(items, 1, 1),
+            grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
+            cluster=(tile.cluster, 1, 1) if tile.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -109,29 +114,41 @@ class DkvKernel:
             with cute.arch.elect_one():
                 pipes.init(config)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()  # barriers are initialised before any role uses them
+        self.meet()  # barriers are initialised before any role uses them
 
         q_heads, kv_heads = inputs.q.m.shape[2], inputs.k.m.shape[2]
         walk = BwdWalk(config.walk, tile.tile_m, tile.tile_n, inputs.q.m.shape[0], inputs.k.m.shape[0], detail)
-        n_block, head = walk.item(cute.arch.block_idx()[0], n_blocks, kv_heads * inputs.k.m.shape[3])
+        cta = cute.arch.block_idx()[0]
+        n_block, head = walk.item(cta // tile.cluster, n_blocks, kv_heads * inputs.k.m.shape[3])
         batch = head // kv_heads
         kv_head = head - batch * kv_heads
+        rank = cta % tile.cluster
         group = q_heads // kv_heads if config.grouped else 1
         work = Work(n_block, kv_head, kv_head * group, batch, group, q_heads)
 
         if warp < Warp.VALUE:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if warp == Warp.LOAD_Q:
-                Loader(config, inputs, smem, pipes, walk, True).run(work)
+                Loader(config, inputs, smem, pipes, walk, rank, True).run(work)
             elif warp == Warp.LOAD_DO:
-                Loader(config, inputs, smem, pipes, walk, False).run(work)
+                Loader(config, inputs, smem, pipes, walk, rank, False).run(work)
         else:
             cute.arch.setmaxregister_increase(MMA_REGISTERS)
             weights = Weights(walk, epilogue.scale * LOG2_E, config.mods)
             exchange = Exchange(smem.p, tile.p_stages)
             mma = MmaWarpgroup(config, smem, pipes, walk, weights, exchange, epilogue, mods)
-            thread = cute.arch.thread_idx()[0] % WG_THREADS
+            lane = Lane(cute.arch.thread_idx()[0] % WG_THREADS, rank)
             if warp < Warp.KEY:
-                mma.run_value(work, thread)
+                mma.run_value(work, lane)
             else:
-                mma.run_key(work, thread)
+                mma.run_key(work, lane)
+        if cutlass.const_expr(tile.cluster > 1):
+            self.meet()  # another CTA may still arrive at this one's barriers, or load for it
+
+    def meet(self) -> None:
+        """All threads of the cluster."""
+        if self.config.tile.cluster > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()

@@ -1,8 +1,8 @@
 """Loaders: one warp that loads K and keeps the Q/LSE ring full, one that loads V and keeps the dO/delta ring full.
 
-They alone know the walk: beside every Q is a record that says which tile it is. They are two as one warp's share of
-registers, 24 a thread, would not hold the state of both rings. (Clusters of two CTAs that load Q and dO for each other
-were no faster at D 256 and slower at D 192: L2 is not what limits this kernel.)
+The CTAs of a cluster hold neighbouring keys and walk the same queries: each loads its part of every Q and dO tile for
+all of them. LSE, delta and the record that says which tile it is are each CTA's own; only loaders know the walk. They
+are two as one warp's share of registers, 24 a thread, would not hold the state of both rings.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from flexbwd.sm90.backward.operands import Inputs, Matrix, Work
 from flexbwd.sm90.backward.walk import BwdWalk
 from flexbwd.sm90.dkv.config import DkvConfig
-from flexbwd.sm90.dkv.pipes import Pipes
+from flexbwd.sm90.dkv.pipes import ClusterRing, Pipes
 from flexbwd.sm90.dkv.storage import Smem
-from flexbwd.sm90.pipes import Ring
 from flexbwd.sm90.tile import WG_ROWS
 
 
@@ -31,6 +30,7 @@ class Loader:
     smem: Smem
     pipes: Pipes
     walk: BwdWalk
+    rank: Int32  # of this CTA in its cluster
     first: cutlass.Constexpr[bool]
 
     @cute.jit
@@ -62,7 +62,7 @@ class Loader:
             ring, matrix, tile, stats, held = pipes.do, inputs.do, smem.do, inputs.delta, smem.delta
         rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
         tx_bytes = rows * (2 * columns + 4)
-        g, s = self.tiles(matrix, head, work.batch, tile)
+        g, s = self.shared(matrix, head, work.batch, tile)
         g_stats = cute.local_tile(stats[row, None], (rows,), (None,))
         for i in cutlass.range(runs.total, unroll=1):
             m = self.walk.tile(runs, work, head, i)
@@ -70,7 +70,7 @@ class Loader:
                 self.announce(tick, tx_bytes, (m, row, runs.partial, runs.edge + runs.full))
             else:
                 ring.acquire(tick, tx_bytes)
-            cute.copy(matrix.atom, g[None, m], s[None, ring.buffer(tick)], tma_bar_ptr=ring.full(tick))
+            self.load(matrix.atom, g[None, m], s, ring, tick)
             self.load_rows(g_stats[None, m], held, ring, tick)
             tick += 1
         return tick
@@ -82,24 +82,34 @@ class Loader:
         g = cute.local_tile(
             matrix.m[None, None, work.kv_head, work.batch],
             (WG_ROWS, cute.size(smem, mode=[1])),
-            (work.n_block, 0),
+            (work.n_block * self.config.tile.cluster + self.rank, 0),
         )
         t_s, t_g = cpasync.tma_partition(
             matrix.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
         )
         cute.copy(matrix.atom, t_g, t_s, tma_bar_ptr=self.pipes.kv)
 
-    def tiles(self, matrix: Matrix, head: Int32, batch: Int32, smem: cute.Tensor) -> Any:
-        """(gmem [.., block], smem [.., stage]) tiles of one head for the copy engine."""
+    def shared(self, matrix: Matrix, head: Int32, batch: Int32, smem: cute.Tensor) -> Any:
+        """(gmem [.., block], smem [.., stage]): this CTA's part of the tiles of one head."""
         rows, columns = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
         g = cute.local_tile(matrix.m[None, None, head, batch], (rows, columns), (None, 0))
+        ctas = cute.make_layout(self.config.tile.cluster)
         t_s, t_g = cpasync.tma_partition(
-            matrix.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
+            matrix.atom, self.rank, ctas, cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
         )
         return t_g, t_s
 
+    def load(self, atom: cute.CopyAtom, g: cute.Tensor, s: cute.Tensor, ring: ClusterRing, tick: Int32) -> None:
+        """This CTA's part, to every CTA."""
+        target = s[None, ring.buffer(tick)]
+        if self.config.tile.cluster == 1:
+            cute.copy(atom, g, target, tma_bar_ptr=ring.full(tick))
+        else:
+            everyone = Int16((1 << self.config.tile.cluster) - 1)
+            cute.copy(atom, g, target, tma_bar_ptr=ring.full(tick), mcast_mask=everyone)
+
     @cute.jit
-    def load_rows(self, g: cute.Tensor, s: cute.Tensor, ring: Ring, tick: Int32):
+    def load_rows(self, g: cute.Tensor, s: cute.Tensor, ring: ClusterRing, tick: Int32):
         """tile_m floats."""
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.config.tile.tile_m)
         with cute.arch.elect_one():

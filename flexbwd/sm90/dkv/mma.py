@@ -24,7 +24,7 @@ from flexbwd.sm90.backward.operands import Work
 from flexbwd.sm90.backward.storage import transposed
 from flexbwd.sm90.backward.walk import BwdWalk
 from flexbwd.sm90.dkv.config import DkvConfig
-from flexbwd.sm90.dkv.epilogue import Epilogue
+from flexbwd.sm90.dkv.epilogue import Epilogue, Lane
 from flexbwd.sm90.dkv.exchange import P_BITS, Exchange, exchanged
 from flexbwd.sm90.dkv.pipes import Pipes
 from flexbwd.sm90.dkv.storage import Smem
@@ -96,39 +96,39 @@ class MmaWarpgroup:
     mods: tuple  # their run-time arguments
 
     @cute.jit
-    def run_value(self, work: Work, thread: Int32):
+    def run_value(self, work: Work, lane: Lane):
         """S, P and dV."""
         products = Products.of(self.smem.k, self.smem.q, self.smem.do)
-        self.walk_all(products, work, thread, True)
+        self.walk_all(products, work, lane, True)
         self.epilogue.sync()
         if cutlass.const_expr(self.config.want_dv):
             factor = Float32(2.0**-P_BITS)
-            self.epilogue.run(products.gradient, products.acc, self.smem.v, factor, work, thread, True)
+            self.epilogue.run(products.gradient, products.acc, self.smem.v, factor, work, lane, True)
 
     @cute.jit
-    def run_key(self, work: Work, thread: Int32):
+    def run_key(self, work: Work, lane: Lane):
         """dP, dS and dK."""
         if cutlass.const_expr(self.config.want_dk):
             products = Products.of(self.smem.v, self.smem.do, self.smem.q)
             self.exchange.open()
-            self.walk_all(products, work, thread, False)
+            self.walk_all(products, work, lane, False)
             self.epilogue.sync()
             scale = self.epilogue.scale
-            self.epilogue.run(products.gradient, products.acc, self.smem.k, scale, work, thread, False)
+            self.epilogue.run(products.gradient, products.acc, self.smem.k, scale, work, lane, False)
         else:
             self.epilogue.sync()
 
     @cute.jit
-    def walk_all(self, products: Products, work: Work, thread: Int32, value: cutlass.Constexpr[bool]):
+    def walk_all(self, products: Products, work: Work, lane: Lane, value: cutlass.Constexpr[bool]):
         """Every query tile of every query head of the group."""
         cute.arch.mbarrier_wait(self.pipes.kv, 0)
         tick = Int32(0)
         m_block = self.await_query(tick)
         if cutlass.const_expr(self.config.grouped):
             while m_block >= 0:
-                tick, m_block = self.head(products, work, thread, tick, m_block, value)
+                tick, m_block = self.head(products, work, lane, tick, m_block, value)
         else:
-            self.head(products, work, thread, tick, m_block, value)
+            self.head(products, work, lane, tick, m_block, value)
 
     @cute.jit
     def await_query(self, tick: Int32) -> Int32:
@@ -141,7 +141,7 @@ class MmaWarpgroup:
         self,
         products: Products,
         work: Work,
-        thread: Int32,
+        lane: Lane,
         tick: Int32,
         m_block: Int32,
         value: cutlass.Constexpr[bool],
@@ -150,7 +150,8 @@ class MmaWarpgroup:
         tile, walk = self.config.tile, self.walk
         record = self.smem.record[None, self.pipes.q.buffer(tick)]
         row, partial, kept = (cute.arch.make_warp_uniform(record[i]) for i in (1, 2, 3))
-        kv = work.n_block * tile.tile_n + first_row(thread)
+        thread = lane.thread
+        kv = work.n_block * tile.tile_n + lane.rank * WG_ROWS + first_row(thread)
         q_head = row - work.batch * work.q_heads
         mods = self.config.mods.head(self.mods, work.batch, q_head, self.weights.scale_log2)
         place = Place(kv, first_column(thread), mods.rows(Axis(kv, (0, 8)), "kv"))

@@ -58,7 +58,7 @@ def dq_kernel(
     head_dim: int, value_dim: int, dtype: torch.dtype, walk: WalkKind, mods: ModConfig, tile: DqTile | None = None
 ) -> Kernel:
     """The kernel; `tile` None takes the table's."""
-    tile = dq_tile(head_dim, value_dim, mods.j_class) if tile is None else tile
+    tile = dq_tile(head_dim, value_dim) if tile is None else tile
     return kernel_of(DqConfig(tile, dtype, walk, mods), "flexbwd.sm90.dq.call:build_dq")
 
 

@@ -66,7 +66,7 @@ class DqKernel:
         mods: tuple,
         stream: Any,
     ):
-        """Matrices [B, H, S, D]; lse_log2, delta [B*Hq, padded Sq]; `walk`: see `DqWalk.of`; `ctas` CTAs at most;
+        """Matrices [B, H, S, D]; lse_log2, delta [B*Hq, padded Sq]; `walk`: see `DqWalk.detail`; `ctas` CTAs at most;
         `mods`: see `ModConfig.of`."""
         tile = self.config.tile
         layouts = Layouts.of(tile, query.element_type)
@@ -81,14 +81,25 @@ class DqKernel:
             delta=delta,
             group=query.shape[1] // key.shape[1],
         )
-        grid = cutlass.min(ctas, self.walk(operands, walk).items)
-        self.kernel(operands, walk, Scales(scale * LOG2_E, scale), mods).launch(
+        walk = self.walk(operands, walk)
+        grid = cutlass.min(ctas, walk.items)
+        self.kernel(operands, walk.detail, Scales(scale * LOG2_E, scale), mods).launch(
             grid=(grid, 1, 1), block=(tile.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     def walk(self, operands: Operands, detail: tuple) -> DqWalk:
         """Of the kernel's arguments."""
-        return DqWalk.of(self.config.walk, self.config.tile, operands.q.m, operands.k.m.shape[0], detail)
+        tile, q = self.config.tile, operands.q.m
+        return DqWalk(
+            self.config.walk,
+            tile.tile_m,
+            tile.tile_n,
+            q.shape[0],
+            operands.k.m.shape[0],
+            q.shape[2],
+            q.shape[3],
+            detail,
+        )
 
     @cute.kernel
     def kernel(self, operands: Operands, detail: tuple, scales: Scales, mods: tuple):

@@ -53,12 +53,12 @@ class Loader:
             runs = walk.runs(item)
             total = runs.total
             if total > 0:
-                self.load_k(gK, sK, walk.tile(item, Int32(0)), tick)
+                self.load_k(gK, sK, walk.tile(runs, item, Int32(0)), tick)
             self.load_rows(item, turn)
             if total > 0:
-                self.load_v(gV, sV, walk.tile(item, Int32(0)), tick)
+                self.load_v(gV, sV, walk.tile(runs, item, Int32(0)), tick)
             for i in cutlass.range(1, total, unroll=1):
-                n = walk.tile(item, i)
+                n = walk.tile(runs, item, i)
                 self.load_k(gK, sK, n, tick + i)
                 self.load_v(gV, sV, n, tick + i)
             tick = tick + total
@@ -67,8 +67,12 @@ class Loader:
 
     @cute.jit
     def load_k(self, gK: cute.Tensor, sK: cute.Tensor, n: Int32, tick: Int32):
-        ring = self.pipes.k
-        ring.acquire_with(tick, 2 * self.tile.tile_n * self.tile.dim, self.smem.n, n)
+        """One thread writes the record and announces the bytes, so that the barrier's release covers the record."""
+        ring, record = self.pipes.k, self.smem.n
+        cute.arch.mbarrier_wait(ring.bars + ring.stages + ring.buffer(tick), ring.phase(tick) ^ 1)
+        with cute.arch.elect_one():
+            record[ring.buffer(tick)] = n
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full(tick), 2 * self.tile.tile_n * self.tile.dim)
         cute.copy(self.operands.k.atom, gK[None, n], sK[None, ring.buffer(tick)], tma_bar_ptr=ring.full(tick))
 
     @cute.jit

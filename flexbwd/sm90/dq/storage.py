@@ -4,7 +4,7 @@ bars   q full[wgs] | q empty[wgs] | dO full[wgs] | k full[k_stages], empty | v f
 q      per warpgroup 64 x D: Q, and after the last S the same warpgroup's dQ
 do     per warpgroup 64 x Dv
 k, v   rings of tile_n x D and tile_n x Dv
-n      per K buffer, which key tile it holds
+n      per K buffer, which key tile it is
 """
 
 import math

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexbwd.errors import ConfigError
-from flexbwd.modgraph.modplan import JClass
 from flexbwd.sm90.tile import SMEM_BYTES, WG_ROWS, WG_THREADS, padded_dim
 
 _BARRIER_BYTES = 1024
@@ -62,18 +61,14 @@ class DqTile:
         return 2 * (stationary + rings) + _BARRIER_BYTES
 
 
-def dq_tile(head_dim: int, value_dim: int, j_class: JClass = JClass.ONE) -> DqTile:
-    """The tile for these (true) head dims. tile_m and tile_n divide 128: one block mask serves every head dim.
-
-    `j_class`: what ∂s'/∂s is. At head dim 128, S and dP of 128 keys leave no registers to compute one per element.
-    """
+def dq_tile(head_dim: int, value_dim: int) -> DqTile:
+    """The tile for these (true) head dims. tile_m and tile_n divide 128: one block mask serves every head dim."""
     dim, dv = padded_dim(head_dim), padded_dim(value_dim)
     widest = max(dim, dv)
     if widest <= 64:
         return DqTile(dim, dv, tile_n=128, k_stages=4, v_stages=4)
     if widest <= 128:
-        varies = j_class in (JClass.LINEAR, JClass.NONLINEAR)
-        return DqTile(dim, dv, k_stages=3, v_stages=3) if varies else DqTile(dim, dv, tile_n=128)
+        return DqTile(dim, dv, tile_n=128)
     if widest <= 192:
         return DqTile(dim, dv)
     return DqTile(dim, dv, v_stages=1)

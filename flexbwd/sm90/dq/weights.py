@@ -86,10 +86,10 @@ class Weights:
         band = walk.kind if kind == PARTIAL else WalkKind()
         past = walk.kv_len - place.col  # first column, from place.col on, that is not kept
         if band.has_lo:
-            past = cutlass.min(past, place.row + (8 * r + 1) - walk.tiles.lo - place.col)
+            past = cutlass.min(past, place.row + (8 * r + 1) - walk.detail[1] - place.col)
         kept = past > column_of(column)
         if band.has_hi:
-            kept = kept & (place.row + 8 * r - walk.tiles.hi - place.col <= column_of(column))
+            kept = kept & (place.row + 8 * r - walk.detail[2] - place.col <= column_of(column))
         # a select of one value: an `if` around the store would carry the whole fragment through each branch
         return cutlass.select_(kept, x, -Float32.inf)
 
