@@ -61,6 +61,23 @@ def test_implementations_are_put_only_what_they_have() -> None:
     assert served["flexbwd-learned"] == ["slopes-d128", "table-d128", "key-bias-d128"]
 
 
+@pytest.mark.parametrize("w", [w.smaller() for w in WORKLOADS.values()], ids=lambda w: w.name)
+def test_every_workload_has_kernels(w: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned with CPU tensors in place of CUDA ones, and not compiled."""
+    from flexbwd import backends, warmup
+    from flexbwd.jit import warm
+
+    monkeypatch.setattr(backends, "choose", lambda name, device: "sm90")
+    monkeypatch.setattr(backends, "capability", lambda index: (9, 0))
+    given = operands(w, CPU)
+    with warm.gathering() as jobs:
+        warmup(*given.leaves(), score_mod=given.score(given.capture), mask_mod=given.mask)
+    names = {type(config).__name__ for config, _ in jobs}
+    assert "FwdConfig" in names and "DeltaConfig" in names
+    assert names & {"BwdConfig", "DkvConfig"}
+    assert ("DqConfig" in names) == (w.dim > 128)
+
+
 # -- timing ----------------------------------------------------------------------------------------------------
 class FakeClock:
     """A call takes as many milliseconds as its work returns."""
