@@ -125,11 +125,13 @@ class _Round:
         with ExitStack() as stack:
             store = _shared_store(stack) if workers else None
             threads = [threading.Thread(target=self.feed, args=(waiting, store), daemon=True) for _ in range(workers)]
+            kernel = _take(waiting)  # the first is ours: workers need as long to start as it takes
             for thread in threads:
                 thread.start()
             try:
-                while (kernel := _take(waiting)) is not None:
+                while kernel is not None:
                     self._here(kernel)
+                    kernel = _take(waiting)
             except BaseException:
                 waiting.clear()  # a kernel that fails here ends the round; workers finish what they hold
                 raise
