@@ -48,7 +48,9 @@ class Loader:
         else:
             tick = self.head(work, row, tick)
         if cutlass.const_expr(self.first):
-            self.announce(tick, 0, (Int32(-1), Int32(0), Int32(0), Int32(0)))
+            # mods are evaluated for the head in the record, even where the walk is empty: it has to exist
+            last = Int32(0) if self.config.mods.graph is None else row
+            self.announce(tick, 0, (Int32(-1), last, Int32(0), Int32(0)))
 
     @cute.jit
     def head(self, work: Work, row: Int32, tick: Int32):
