@@ -111,9 +111,25 @@ EXAMPLES: dict[str, str] = {
             return score + slopes[h]
 
         flex_attention(q, k, v, score_mod=bias)""",
+    "BackendNotice": """\
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():  # for want of a GPU: a CUDA tensor of a dtype that the Hopper kernels do not take
+            x = torch.empty(1, 2, 64, 16, device="cuda")
+            flex_attention(x, x, x)""",
+    "CacheNotice": """\
+        from pathlib import Path
+
+        from flexbwd.jit.cache import Cache
+
+        Cache.under(Path("/dev/null/kernels"))  # FLEXBWD_CACHE_DIR=/dev/null/kernels""",
+    "CompileNotice": """\
+        from flexbwd.jit import after_warmup
+        from flexbwd.jit.compile import kernel_of
+
+        with after_warmup("warn"):
+            kernel_of("a new configuration", "flexbwd.sm90.delta:build_delta").ready()""",
 }
-
-
 NOT_RAISED = ("FlexError", "ModError", "ModOverflowWarning")  # two bases, and a warning that nothing gives yet
 
 

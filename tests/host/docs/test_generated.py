@@ -12,7 +12,7 @@ from flexbwd.modgraph.ir import ARITY
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-RAISED = [name for name in vars(errors) if re.fullmatch(r"\w+(Error|Warning)", name)]
+RAISED = [name for name in vars(errors) if re.fullmatch(r"\w+(Error|Warning|Notice)", name)]
 
 
 @pytest.mark.parametrize("name", [n for n in RAISED if n not in ("FlexError", "ModError", "ModOverflowWarning")])
