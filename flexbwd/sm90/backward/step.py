@@ -100,9 +100,6 @@ class Step:
             warpgroup.fence()
             products.dp.issue(acc_dP, False, b_stage=do_stage)
         if cutlass.const_expr(config.want_ds):
-            # ptxas moves the wait for dP up to the start of its basic block, before the exponentials that are to run
-            # under it: a poll that is long satisfied ends the block here
-            cute.arch.mbarrier_wait(pipes.kv, 0)
             warpgroup.wait_group(0)
             self.through_softmax(acc_dP, q, do_stage)
             rdS.store(acc_dP.load().to(dtype))
