@@ -84,21 +84,17 @@ class Step:
 
         # 1, 2: S and dP
         acc_dP = products.dp.accumulator(tile.tile_n, tile.tile_m)
-        together = config.want_ds and not self.is_crowded(kind)
         warpgroup.fence()
         products.s.issue(self.acc.S, False, b_stage=q_stage)
         pipes.do.wait_full(tick)
-        if cutlass.const_expr(together):
+        if cutlass.const_expr(config.want_ds):
             products.dp.issue(acc_dP, False, b_stage=do_stage)
-        warpgroup.wait_group(1 if together else 0)
+        warpgroup.wait_group(1 if config.want_ds else 0)
 
         # 3: P, then dS
         q = m_block * tile.tile_m + self.first_query()
         rP, rdS = (cute.make_rmem_tensor_like(self.acc.S, dtype) for _ in range(2))
         self.exponentiate(rP, q, q_stage, kind)
-        if cutlass.const_expr(config.want_ds and not together):
-            warpgroup.fence()
-            products.dp.issue(acc_dP, False, b_stage=do_stage)
         if cutlass.const_expr(config.want_ds):
             warpgroup.wait_group(0)
             self.through_softmax(acc_dP, q, do_stage)
@@ -108,10 +104,6 @@ class Step:
         self.multiply(rP, rdS, row * self.walk.m_blocks + m_block, tick)
         pipes.q.release(tick)
         return self.await_query(tick + 1)
-
-    def is_crowded(self, kind: str) -> bool:
-        """Must dP wait until P is made? With 128 queries a step a mask_mod finds no registers beside dP."""
-        return kind == PARTIAL and self.config.mods.has_mask and self.config.tile.tile_m == 128
 
     @cute.jit
     def multiply(self, rP: cute.Tensor, rdS: cute.Tensor, target: Int32, tick: Int32):
