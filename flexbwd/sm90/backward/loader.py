@@ -52,7 +52,10 @@ class Loader:
                 tick = self.head(work, work.q_head + g, tick)
         else:
             tick = self.head(work, work.q_head, tick)
-        self.announce(tick, 0, Int32(-1), Int32(0), Int32(0), Int32(0))
+        row = Int32(0)
+        if cutlass.const_expr(self.config.mods.graph is not None):
+            row = work.batch * work.q_heads + work.q_head  # mods read at a head even where its walk is empty
+        self.announce(tick, 0, Int32(-1), row, Int32(0), Int32(0))
 
     @cute.jit
     def head(self, work: Work, head: Int32, tick: Int32):
