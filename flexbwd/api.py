@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from flexbwd import backends, compiling, fallback, ops, validate
@@ -97,20 +100,28 @@ def flex_attention(
     return out, lse
 
 
-def warmup(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
-    """Prepare everything `flex_attention(query, key, value, **options)` will need, without computing attention.
+def warmup(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> None:
+    """Prepare everything `flex_attention(query, key, value, ...)` will need, without computing attention.
 
     Mods are traced and joined into a plan, block lists are built, and kernels are compiled, in parallel, or loaded from
     disk, so that the first real call pays for the mathematics only. The values of q, k, v do not matter. Raises what
     `flex_attention` would.
     """
-    unknown = sorted(set(options) - set(Options._fields))
-    if unknown:
-        raise OptionError(f"warmup got unknown options {unknown}; known are {', '.join(Options._fields)}")
-    call = prepare_call(query, key, value, Options(**options))
-    if call.backend == "sm90":
-        needs = [t.requires_grad for t in (call.query, call.key, call.value, *call.captures)]
-        backends.module("sm90").warm(ops.operands_of(*call.operands), needs)
+    try:
+        given = _SIGNATURE.bind(query, key, value, *args, **options).arguments
+    except TypeError as found:
+        raise OptionError(
+            f"warmup takes the arguments of flex_attention: {found}; known are {', '.join(_SIGNATURE.parameters)}"
+        ) from None
+    aux = validate.aux_request(given.get("return_lse", False), given.get("return_aux"))
+    with query.fake_mode if isinstance(query, FakeTensor) else contextlib.nullcontext():
+        call = prepare_call(query, key, value, Options(**{n: v for n, v in given.items() if n in Options._fields}))
+        if call.backend == "sm90":
+            needs = [t.requires_grad for t in (call.query, call.key, call.value, *call.captures)]
+            backends.module("sm90").warm(ops.operands_of(*call.operands), needs, aux.max_scores)
+
+
+_SIGNATURE = inspect.signature(flex_attention)
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse, max_scores

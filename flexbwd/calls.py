@@ -1,7 +1,7 @@
 """From the arguments of flex_attention to what the operators take: validate, choose the backend, plan.
 
-What depends on sizes, strides, dtypes and the identity of the options is worked out once and remembered (`_Known`);
-what callables capture is looked at in every call.
+What depends on sizes, dtypes and plain options is worked out once and remembered (`_Known`); mods, masks and what they
+capture are looked at in every call.
 """
 
 from __future__ import annotations
@@ -59,23 +59,20 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class _Known:
-    """What is the same for all calls with these sizes and options."""
+    """What is the same for all calls with equal `_facts`. Holds nothing of the user's but block lists used lately."""
 
-    options: Options  # holding them keeps their ids theirs
     backend: str
     problem: Problem
-    mods: Mods
-    base: IndexBase | None
     numerics: Numerics
     statics: dict[int, tuple[Any, ops.Static]] = field(default_factory=dict)  # by plan: block lists, operands
 
-    def static(self, prepared: Prepared) -> ops.Static:
+    def static(self, prepared: Prepared, base: IndexBase | None) -> ops.Static:
         """The operands that carry no gradient."""
         found = self.statics.get(prepared.plan_id)
-        if found is not None and found[0] is prepared.blocks:
+        if found is not None and found[0] is prepared.blocks and base is None:
             return found[1]
-        made = ops.Static.of(prepared.blocks, self.base, prepared.plan_id, self.problem.scale)
-        if len(self.statics) > 8:
+        made = ops.Static.of(prepared.blocks, base, prepared.plan_id, self.problem.scale)
+        if len(self.statics) > 4:
             self.statics.clear()
         self.statics[prepared.plan_id] = (prepared.blocks, made)
         return made
@@ -85,72 +82,90 @@ _known: dict[tuple[Any, ...], _Known] = {}
 _KNOWN = 512
 
 
+def forget() -> None:
+    """Drop everything that calls have taught."""
+    _known.clear()
+
+
 def prepare_call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Call:
     """Validate, choose the backend, plan, and gather what the operator takes."""
     validate.no_transforms()
     facts = _facts(query, key, value, options)
     known = None if facts is None else _known.get(facts)
+    base: IndexBase | None = None
     if known is None:
         check_options(options)
         query, key, value = checked(query, key, value, options.layout, options.enable_gqa)
-        known = _know(query, key, value, options)
-        if known is None:
+        backend = validate.backend(options.backend, query.device)
+        if backend == "torch":
+            if options.backend == "auto":
+                backends.notice(f"{query.device} is no Hopper GPU (compute capability 9.0)")
             return Call("torch", query, key, value)
+        known, mods, base = _know(query, key, value, options, backend)
         if facts is not None:
             if len(_known) >= _KNOWN:
                 _known.clear()
             _known[facts] = known
-    prepared = prepare(known.mods, known.problem, known.numerics, known.base)
+    else:
+        mask = options.block_mask
+        own: Any = options.mask_mod if mask is None or options.mask_mod is not None else mask.mask_mod
+        mods = Mods(options.score_mod, options.score_mod_bwd, own, mask)
+    prepared = prepare(mods, known.problem, known.numerics, base)
     if known.backend == "sm90" and prepared.plan_id not in known.statics:
-        reason = backends.refusal(known.problem, lookup(prepared.plan_id), prepared.captures, known.base)
+        reason = backends.refusal(known.problem, lookup(prepared.plan_id), prepared.captures, base)
         if reason is not None:
             if options.backend == "sm90":
                 raise UnsupportedError(f"backend='sm90': {reason}; backend='auto' takes torch's for this call")
             backends.notice(reason)
             return Call("torch", query, key, value)
-    return Call(known.backend, query, key, value, prepared.captures, known.static(prepared))
+    return Call(known.backend, query, key, value, prepared.captures, known.static(prepared, base))
+
+
+_NUMBERS = (float, int, type(None))
+_FLAGS = (bool, type(None))
 
 
 def _facts(query: Tensor, key: Tensor, value: Tensor, o: Options) -> tuple[Any, ...] | None:
-    """Everything that `_know` looks at, or None where that is more than can be compared at a glance."""
+    """Everything that checks and `_know` look at, or None where that is more than can be compared at a glance."""
     plain = type(query) is type(key) is type(value) is Tensor and query.dim() == key.dim() == value.dim() == 4
-    if not plain or o.kernel_options is not None or o.index_base is not None or o.layout != "bhsd":
+    if not plain or query.is_meta or o.kernel_options is not None or o.index_base is not None or o.layout != "bhsd":
         return None
     if not (query.layout is key.layout is value.layout is torch.strided and query.stride(3) == 1):
         return None
     if not (key.stride(3) == value.stride(3) == 1 and query.shape[0] == key.shape[0]):
         return None
-    if torch.is_autocast_enabled(query.device.type) or isinstance(o.mask_mod, Tensor):
+    if torch.is_autocast_enabled(query.device.type) or not (type(o.backend) is type(o.precision) is str):
+        return None
+    if not (type(o.scale) in _NUMBERS and type(o.enable_gqa) in _FLAGS and type(o.deterministic) in _FLAGS):
+        return None
+    if isinstance(o.mask_mod, Tensor) or not all(m is None or callable(m) for m in o[0:1] + o[5:7]):
         return None
     mask = o.block_mask
     own: Any = None
     if mask is not None:
-        if type(mask) is not BlockMask:
+        if type(mask) is not BlockMask or mask.index_base is not None:
             return None
-        own = (id(mask), id(mask.mask_mod), id(mask.q_to_kv), id(mask.kv_to_q), id(mask.bits), mask.block_size)
+        count = mask.q_to_kv.mask_block_cnt
+        agrees = o.mask_mod is None or mask.mask_mod is None or mask.mask_mod is o.mask_mod
+        own = (count.shape, count.device, mask.bits is None, mask.block_size, mask.seq_lengths, mask.bound, agrees)
     return (
         query.shape, key.shape, value.shape,
         query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
-        id(o.score_mod), id(o.score_mod_bwd), id(o.mask_mod), own,
-        type(o.scale), o.scale, type(o.enable_gqa), o.enable_gqa, o.deterministic, o.backend, o.precision,
+        o.score_mod is None, o.score_mod_bwd is None, o.mask_mod is None, own,
+        o.scale, o.enable_gqa, o.deterministic, o.backend, o.precision,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 
-def _know(query: Tensor, key: Tensor, value: Tensor, o: Options) -> _Known | None:
-    """The facts of a call with checked tensors; None where torch is to compute it."""
-    backend = validate.backend(o.backend, query.device)
-    if backend == "torch":
-        if o.backend == "auto":
-            backends.notice(f"{query.device} is no Hopper GPU (compute capability 9.0)")
-        return None
+def _know(query: Tensor, key: Tensor, value: Tensor, o: Options, backend: str) -> tuple[_Known, Mods, IndexBase | None]:
+    """The facts of a call with checked tensors, its mods and its index base."""
     problem = Problem.of(query, key, value, o.scale)
     mask, chosen = choose_mask(o.mask_mod, o.block_mask, problem)
     base = agreed_base(chosen, o.index_base)
     validate.index_base(base, problem.q_len, problem.kv_len, block_size_of(chosen, base))
     elements = validate.kernel_options(o.kernel_options)
     numerics = Numerics(o.precision, elements, backend, backend != "cpu" and is_deterministic(o))
-    return _Known(o, backend, problem, Mods(o.score_mod, o.score_mod_bwd, mask, chosen), base, numerics)
+    return _Known(backend, problem, numerics), Mods(o.score_mod, o.score_mod_bwd, mask, chosen), base
 
 
 def is_deterministic(o: Options) -> bool:

@@ -27,6 +27,8 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, options: Any, aux: AuxRequest
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, lse, max_scores) of checked BHSD operands; the statistics are None unless `aux` asks for them."""
+    if options.kernel_options is not None:
+        raise _cannot("kernel_options", "leave it out: its options are the CPU backend's")
     if options.score_mod_bwd is not None:
         raise _cannot("score_mod_bwd", "leave it out: torch derives the backward itself")
     if options.index_base is not None:
@@ -88,13 +90,14 @@ def _translate(mask: sparsity.BlockMask, eager: bool) -> TorchBlockMask:
     """
     lists = mask.q_to_kv.mask_block_idx
     found = _translated.get(lists)
-    if found is None or found[:2] != (lists._version, mask.mask_mod):
+    state = (*((id(t), t._version) for t in mask.q_to_kv if t is not None), mask.mask_mod)
+    if found is None or found[0] != state:
         made = mask.to_torch()
         if eager:
             kept = mask.element_mask()
             made.mask_mod = lambda b, h, q_idx, kv_idx: kept[b % kept.shape[0], h % kept.shape[1], q_idx, kv_idx]
-        found = _translated[lists] = (lists._version, mask.mask_mod, made)
-    return found[2]  # type: ignore[no-any-return]
+        found = _translated[lists] = (state, made)
+    return found[1]  # type: ignore[no-any-return]
 
 
 def _cannot(name: str, remedy: str) -> UnsupportedError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,16 +97,19 @@ def heads(q_heads: int, kv_heads: int, enable_gqa: bool | None) -> None:
 
 def scale(value: float | None) -> None:
     """`scale` is None or a finite number."""
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)):
-        return
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return
-    raise OptionError(f"scale={value!r} must be a finite number or None (1/sqrt(D)); a tensor belongs into score_mod")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None or (number and abs(value) < 1e38):  # an int may be too large for a float
+        return
+    raise OptionError(
+        f"scale={value!r} must be a finite fp32 number or None (1/sqrt(D)); a tensor belongs into score_mod"
+    )
 
 
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """A string option takes one of the listed values."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
@@ -138,7 +140,7 @@ def kernel_options(options: Mapping[str, Any] | None) -> int | None:
         return None
     if not isinstance(options, Mapping):
         raise OptionError(f"kernel_options is {_type_name(options)}; it must be a dict or None")
-    unknown = sorted(set(options) - {"cpu_tile_elements"})
+    unknown = sorted(set(options) - {"cpu_tile_elements"}, key=str)
     if unknown:
         raise OptionError(
             f"kernel_options has unknown keys {unknown}; known is 'cpu_tile_elements'. Triton's tuning options have no "

@@ -68,8 +68,8 @@ class EagerMask:
         return (found.stride(0) != 0, found.stride(1) != 0) if isinstance(found, Tensor) else None
 
     def _touched(self) -> tuple[bool, bool]:
-        watched = [torch.zeros((), dtype=torch.int32).as_subclass(_Watched) for _ in range(2)]
-        plain = torch.zeros((), dtype=torch.int32)
+        watched = [torch.zeros((), dtype=torch.int32, device="cpu").as_subclass(_Watched) for _ in range(2)]
+        plain = torch.zeros((), dtype=torch.int32, device="cpu")
         with contextlib.suppress(Exception), torch.no_grad():  # as above
             self.mask_mod(*watched, plain, plain)
         return watched[0].used, watched[1].used
@@ -108,7 +108,7 @@ class EagerMask:
         rows, columns = (torch.from_numpy(x.astype(np.int32)).unbind() for x in (q_idx, kv_idx))
         out = np.empty((len(b), len(rows), len(columns)), dtype=bool)
         for pair in range(len(b)):
-            at = (torch.tensor(int(b[pair]), dtype=torch.int32), torch.tensor(int(h[pair]), dtype=torch.int32))
+            at = [torch.tensor(int(x[pair]), dtype=torch.int32, device="cpu") for x in (b, h)]
             for i, row in enumerate(rows):
                 out[pair, i] = [self._call(*at, row, column) for column in columns]
         return out

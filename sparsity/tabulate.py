@@ -55,7 +55,7 @@ def tabulate_tensor(
     grid = BlockGrid.make((B, shape[0] > 1), (H, shape[1] > 1), (Q_LEN, KV_LEN), check_block_size(block_size), None)
 
     def elements(lead: slice, rows: slice) -> Array:
-        pairs = torch.arange(lead.start, lead.stop)
+        pairs = torch.arange(lead.start, lead.stop, device="cpu")
         heads = max(1, dense.shape[1])
         q = slice(rows.start * grid.q.block, rows.stop * grid.q.block)
         return dense[:, :, q][pairs // heads, pairs % heads].cpu().numpy()

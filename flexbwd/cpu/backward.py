@@ -58,7 +58,7 @@ class _Backward:
         self.dk = empty_like_order(op.key, op.key.shape, problem.acc).zero_() if needs.key else None
         self.dv = empty_like_order(op.value, op.value.shape, problem.acc).zero_() if needs.value else None
         self.dcaptures = [
-            torch.zeros(c.shape, dtype=problem.acc) if need else None
+            torch.zeros(c.shape, dtype=problem.acc, device="cpu") if need else None
             for c, need in zip(op.captures, wanted, strict=True)
         ]
 

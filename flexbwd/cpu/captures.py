@@ -63,7 +63,7 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _zero() -> Tensor:
-    return torch.zeros((), dtype=torch.int64)
+    return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _diagonals(grad: Tensor, index: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -79,7 +79,7 @@ def _diagonals(grad: Tensor, index: list[Tensor]) -> tuple[Tensor, list[Tensor]]
     rows, columns = grad.shape[-2:]
     width = rows + columns
     count = grad.numel() // (rows * columns)
-    buffer = torch.zeros(count, rows * width + rows, dtype=grad.dtype)
+    buffer = torch.zeros(count, rows * width + rows, dtype=grad.dtype, device="cpu")
     buffer[:, : rows * width].view(count, rows, width)[:, :, rows:] = grad.reshape(count, rows, columns)
     skewed = buffer.as_strided((count, rows, width), (buffer.stride(0), width + 1, 1))
     sums = skewed.sum(1)[:, 1:].view(*grad.shape[:-2], 1, width - 1)

@@ -26,7 +26,8 @@ class _Axes(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def _local_axes(grid: Grid) -> _Axes:
     b, h, q, kv = (
-        torch.arange(n, dtype=torch.int32) for n in (grid.batch, grid.kv_heads * grid.group, grid.q_len, grid.kv_len)
+        torch.arange(n, dtype=torch.int32, device="cpu")
+        for n in (grid.batch, grid.kv_heads * grid.group, grid.q_len, grid.kv_len)
     )
     return _Axes(b.view(-1, 1, 1, 1, 1), h.view(grid.kv_heads, grid.group, 1, 1), q.view(-1, 1), kv)
 

@@ -30,7 +30,7 @@ def forward(op: Operands, want_max: bool = False) -> tuple[Tensor, Tensor, Tenso
     """
     problem = Problem(op)
     out = empty_like_order(op.query, (*op.query.shape[:3], problem.value_dim))
-    lse = torch.empty(op.query.shape[:3], dtype=problem.acc)
+    lse = torch.empty(op.query.shape[:3], dtype=problem.acc, device="cpu")
     maxima = torch.empty_like(lse) if want_max else None
     views = [problem.by_group(out), problem.by_group(lse.unsqueeze(-1))]
     if maxima is not None:

@@ -23,8 +23,8 @@ from .walk import Chunk, Heads, Partial, RowStep
 Keep = tuple[int, int, Tensor]  # columns [c0, c1) and their lane bits, broadcastable to the mod tile
 _STORE_ELEMENTS = 1 << 21  # mask elements remembered per mask: 8 MiB in fp32
 with plain_torch():  # this module may be imported under a FakeTensorMode
-    _WORDS = torch.arange(32, dtype=torch.int32)
-    _MINUS_INF = {d: lanes(torch.tensor(-math.inf, dtype=d)) for d in (torch.float32, torch.float64)}
+    _WORDS = torch.arange(32, dtype=torch.int32, device="cpu")
+    _MINUS_INF = {d: lanes(torch.tensor(-math.inf, dtype=d, device="cpu")) for d in (torch.float32, torch.float64)}
 
 
 class _Store:

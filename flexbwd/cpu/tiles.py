@@ -38,7 +38,7 @@ class Workspace:
         size = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size:
-            flat = self._flat[name] = torch.empty(size, dtype=self._dtype)
+            flat = self._flat[name] = torch.empty(size, dtype=self._dtype, device="cpu")
         cut = self._cut[name] = flat[:size].view(shape)
         return cut
 

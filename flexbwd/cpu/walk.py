@@ -289,5 +289,5 @@ def _chunks(segments: Sequence[_Segment], columns: int) -> Iterator[Chunk]:
 
 
 def _chunk(runs: list[list[int]], columns: int, partial: list[Partial]) -> Chunk:
-    index = None if len(runs) == 1 else torch.cat([torch.arange(k0, k1) for k0, k1 in runs])
+    index = None if len(runs) == 1 else torch.cat([torch.arange(k0, k1, device="cpu") for k0, k1 in runs])
     return Chunk(tuple((k0, k1) for k0, k1 in runs), columns, tuple(partial), index)

@@ -164,7 +164,7 @@ class Recorder:
         with plain_torch():
             held = tensor.detach().clone()
             wide = tensor.dtype is torch.float32 and numbers
-            contents = torch.tensor(self.literal_data, dtype=WIDE) if wide else held.cpu()
+            contents = torch.tensor(self.literal_data, dtype=WIDE, device="cpu") if wide else held.cpu()
         register = self._record(Step(torch.ops.aten.lift_fresh_copy.default, (held,)), "constant")
         self._stand_ins[id(tensor)] = self._empty(tensor.shape, tensor.dtype, tensor.device)
         return self._free_value(tensor, register, contents, None)

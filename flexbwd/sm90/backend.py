@@ -75,15 +75,16 @@ def backward(
     return found
 
 
-def warm(op: Operands, needs: Sequence[bool]) -> None:
+def warm(op: Operands, needs: Sequence[bool], want_max: bool = False) -> None:
     """Compile, or load from disk, every kernel that a call and its backward will launch.
 
     Args:
         needs: whether query, key, value and each capture require grad.
+        want_max: the call wants row maxima.
     """
     kernel = _operands(op)
     parts = parts_of(op, _forward_use(kernel.head_dim, kernel.value_dim, walk_kind(op), op.base is not None))
-    config = config_of(kernel, parts.walk, parts.mods[0])
+    config = config_of(kernel, parts.walk, parts.mods[0], want_max)
     found: list[Job] = [(config, "flexbwd.sm90.forward.call:build")]
     if any(needs):
         wanted = Needs(*needs[:3], tuple(needs[3:]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from flexbwd.modgraph.extents import Extents
 from flexbwd.plan import Operands
-from flexbwd.sm90.lists import Grid, Heads, tile_lists
+from flexbwd.sm90.lists import Grid, Heads, TileLists, tile_lists
 from flexbwd.sm90.masks import mods_of
 from flexbwd.sm90.mods import NO_MODS, ModConfig, ModUse
 from flexbwd.sm90.tile import heads_in_l2
@@ -55,6 +57,8 @@ def parts_of(op: Operands, use: Use) -> Parts:
         walked = lengths[1], op.query.shape[3], op.value.shape[3]
         heads = Heads(batch, q_heads, 1, use.section or heads_in_l2(*walked) * group)
     lists = blocks.kv_to_q if use.keys_are_rows else blocks.q_to_kv
+    if isinstance(lists.mask_block_idx, FakeTensor):  # a warm-up: that there are lists is all that kernels depend on
+        return Parts(Lists(TileLists(*[lists.mask_block_idx] * 3)), _mods(op, use))
     return Parts(Lists(tile_lists(lists, grid, heads)), _mods(op, use))
 
 

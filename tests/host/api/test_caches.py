@@ -1,14 +1,23 @@
 """Plans, traces and built masks are reused, and never stale."""
 
+import gc
 import time
+import weakref
 
+import pytest
 import torch
 
-from flexbwd import built_lists, flex_attention, planning, warmup
+from flexbwd import built_lists, create_block_mask, flex_attention, planning, warmup
+from flexbwd.errors import MaskError, OptionError
 from flexbwd.reference import attention_reference
+from flexbwd.sparsity.tensors import IndexBase
 from flexbwd.testing import make_case
 
 WINDOW = 3
+
+
+def causal(b, h, i, j):
+    return i >= j
 
 
 def scaled(factor):
@@ -148,3 +157,85 @@ def test_mask_values_behind_a_kept_block_mask_are_read_anew():
         got = flex_attention(case.query, case.key, case.value, block_mask=mask)
         want, _ = attention_reference(case.query, case.key, case.value, None, same_document)
         torch.testing.assert_close(got, want)
+
+
+def test_nothing_of_the_users_is_kept_alive():
+    q = torch.randn(1, 2, 64, 8)
+
+    def biased(table):
+        return lambda s, b, h, i, j: s + table[h, i, j]
+
+    gone = []
+    for step in range(12):
+        table = torch.randn(2, 64, 64, requires_grad=True)
+        mask = create_block_mask(lambda b, h, i, j, shift=step: i >= j - shift, None, None, 64, 64)
+        gone += [weakref.ref(table), weakref.ref(mask)]
+        flex_attention(q, q, q, biased(table), block_mask=mask).sum().backward()
+    del table, mask
+    gc.collect()
+    assert not any(r() for r in gone)
+
+
+def test_a_block_mask_changed_between_calls_is_seen():
+    q = torch.randn(1, 2, 200, 8)
+    mask = create_block_mask(causal, None, None, 200, 200)
+    before = flex_attention(q, q, q, block_mask=mask)
+    mask.index_base = IndexBase(q_base=torch.tensor([40, 40], dtype=torch.int32))
+    want, _ = attention_reference(q, q, q, mask_mod=causal, block_mask=mask, index_base=mask.index_base)
+    after = flex_attention(q, q, q, block_mask=mask)
+    torch.testing.assert_close(after, want)
+    assert not torch.equal(after, before)
+    mask.index_base, mask.seq_lengths = None, (190, 200)
+    with pytest.raises(MaskError, match="190"):
+        flex_attention(q, q, q, block_mask=mask)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_torch_sees_lists_written_to_between_calls():
+    q = torch.randn(1, 2, 200, 8)
+    mask = create_block_mask(causal, None, None, 200, 200)
+    assert flex_attention(q, q, q, block_mask=mask, backend="torch").any()
+    mask.q_to_kv.mask_block_cnt.zero_()
+    mask.q_to_kv.full_block_cnt.zero_()
+    assert not flex_attention(q, q, q, block_mask=mask, backend="torch").any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_another_default_device_changes_nothing(dtype):
+    q = torch.randn(1, 2, 200, 8, dtype=dtype, requires_grad=True)
+    ids = torch.arange(200) // 50
+    dense = torch.rand(200, 200) < 0.5
+
+    def mask(b, h, i, j):
+        return (ids[i] == ids[j]) & (i >= j)
+
+    def run():
+        out = flex_attention(q, q, q, lambda s, b, h, i, j: 5 * torch.tanh(s / 5), mask_mod=mask)
+        return out, *torch.autograd.grad(out.sum(), q), flex_attention(q, q, q, mask_mod=dense)
+
+    want = run()
+    with torch.device("meta"):
+        got = run()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_meta_tensors_have_a_shape():
+    q = torch.empty(1, 2, 64, 16, device="meta")
+    for _ in range(2):
+        assert flex_attention(q, q, q).shape == q.shape
+    warmup(q, q, q)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"deterministic": []}, {"deterministic": 1}, {"scale": [1]}, {"scale": 10**400}, {"scale": True},
+     {"precision": []}, {"backend": {}}, {"enable_gqa": 1}, {"kernel_options": {1: 2, "a": 3}}],
+    ids=str,
+)  # fmt: skip
+def test_a_wrong_option_is_refused_after_a_right_one_too(option):
+    q = torch.randn(1, 2, 16, 8)
+    for right in ({}, {"deterministic": True}, {"scale": 1.0}, {"enable_gqa": True}):
+        flex_attention(q, q, q, **right)
+    with pytest.raises(OptionError):
+        flex_attention(q, q, q, **option)
