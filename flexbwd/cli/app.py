@@ -101,6 +101,9 @@ def bench(
 
         run_gpu(Request(workload or (), impl or (), which or (), repeats, quick, probe, out, caches))
         return
+    for name, given in (("--workload", workload), ("--impl", impl), ("--pass", which), ("--caches", caches)):
+        if given:
+            raise typer.BadParameter(f"{given} is for a GPU, and this runs on {device}; leave it out", param_hint=name)
     from flexbwd.cli.bench import run
 
     run(device, out=out, quick=quick, peers=peers, repeats=max(1, repeats))
@@ -114,7 +117,7 @@ def warmup(
     heads: Annotated[str, typer.Option(help="query/key heads: 32/8; grouped heads are other kernels")] = "",
     length: Annotated[int, typer.Option("-S", "--length", help="sequence length", min=1)] = 4096,
     backward: Annotated[bool, typer.Option(help="the kernels of the backward too")] = True,
-    jobs: Annotated[int | None, typer.Option("-j", "--jobs", help="worker processes; default: by the cores")] = None,
+    jobs: Annotated[int | None, typer.Option("-j", "--jobs", min=0, help="worker processes; default: by the cores")] = None,
 ) -> None:
     """Compile GPU kernels into the kernel cache, so that later processes load them; needs no GPU itself.
 
