@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flexbwd import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention, mods
+from flexbwd.errors import UnsupportedError
 from flexbwd.mods.registry import zoo
 from flexbwd.sparsity import IndexBase
-from flexbwd.testing import Case, assert_matches_reference, attention_grads, make_case
+from flexbwd.testing import Case, assert_matches_reference, attention_grads, captured_parameters, make_case
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,21 @@ def to_gpu(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.detach().cuda().requires_grad_(x.requires_grad)
     return type(x)(map(to_gpu, x)) if isinstance(x, (list, tuple)) else x
+
+
+def is_refused(mod: Any) -> bool:
+    """Does the mod capture a tensor whose gradient the kernels do not give?"""
+    return bool(captured_parameters(mod))
+
+
+def check_example(case: Case, entry: Any, mask: Any) -> None:
+    mod = example(entry, *case.shape)
+    mods = (mod, mask) if entry.kind == "score" else (None, mod)
+    if is_refused(mod):
+        with pytest.raises(UnsupportedError, match="requires? grad"):
+            check(case, *mods)
+    else:
+        check(case, *mods)
 
 
 def example(entry: Any, *sizes: int) -> Any:
@@ -108,14 +124,13 @@ def test_logits_times_thirty_stay_finite():
 @pytest.mark.parametrize("entry", zoo(), ids=lambda e: e.name)
 def test_zoo(entry, head_dim):
     case = problem((160, 160), (4, 2), head_dim, batch=2)
-    mod = example(entry, 2, 4, 160, 160)
-    check(case, *((mod, causal) if entry.kind == "score" else (None, mod)))
+    check_example(case, entry, causal)
 
 
 @pytest.mark.parametrize("entry", zoo("score"), ids=lambda e: e.name)
 def test_score_mods_of_the_zoo_without_a_mask(entry):
     case = problem((100, 130), (2, 2), 64, torch.float16)
-    check(case, example(entry, 1, 2, 100, 130))
+    check_example(case, entry, None)
 
 
 # -- block masks -------------------------------------------------------------------------------------------------------
