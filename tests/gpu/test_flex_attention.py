@@ -52,7 +52,7 @@ def check_example(case: Case, entry: Any, mask: Any) -> None:
     mod = example(entry, *case.shape)
     mods = (mod, mask) if entry.kind == "score" else (None, mod)
     if is_refused(mod):
-        with pytest.raises(UnsupportedError, match="requires? grad"):
+        with pytest.raises(UnsupportedError, match=r"requires? grad"):
             check(case, *mods)
     else:
         check(case, *mods)
