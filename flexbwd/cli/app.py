@@ -117,7 +117,7 @@ def warmup(
     heads: Annotated[str, typer.Option(help="query/key heads: 32/8; grouped heads are other kernels")] = "",
     length: Annotated[int, typer.Option("-S", "--length", help="sequence length", min=1)] = 4096,
     backward: Annotated[bool, typer.Option(help="the kernels of the backward too")] = True,
-    jobs: Annotated[int | None, typer.Option("-j", "--jobs", min=0, help="worker processes; default: by the cores")] = None,
+    jobs: Annotated[int | None, typer.Option("-j", "--jobs", min=0, help="worker processes; default: by cores")] = None,
 ) -> None:
     """Compile GPU kernels into the kernel cache, so that later processes load them; needs no GPU itself.
 
