@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexbwd import backends, ops, validate
+from flexbwd import backends, ops, planning, validate
 from flexbwd.errors import UnsupportedError
 from flexbwd.plan import lookup
 from flexbwd.planning import Mods, Numerics, Prepared, agreed_base, block_size_of, choose_mask, prepare
@@ -82,9 +82,10 @@ _known: dict[tuple[Any, ...], _Known] = {}
 _KNOWN = 512
 
 
-def forget() -> None:
-    """Drop everything that calls have taught."""
+def clear_caches() -> None:
+    """Drop everything that calls have taught: facts, joined plans, built block lists (tests, memory)."""
     _known.clear()
+    planning.forget()
 
 
 def prepare_call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Call:

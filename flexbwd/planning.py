@@ -1,7 +1,7 @@
 """From a user's callables to a registered Plan, its captured tensors and its block lists, with the caches between.
 
-Nothing here is ever stale: a trace is found by the callable's fingerprint, a plan by the traces it joins, and built
-block lists by the *contents* of the tensors the mask reads.
+A trace is found by the callable's fingerprint, a plan by the traces it joins, and built block lists by the *contents*
+of the tensors the mask reads; on a GPU first by the tensors themselves and their version counters (`built_lists`).
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ def _banded(plan: Plan, mask: Node) -> Plan | None:
     return replace(plan, mods=mods, band=band)
 
 
-def clear_caches() -> None:
-    """Forget joined plans and built block lists (tests, memory)."""
+def forget() -> None:
+    """Drop joined plans and built block lists."""
     with _lock:
         _links.clear()
     built.__init__()  # type: ignore[misc]

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from flexbwd import built_lists, create_block_mask, flex_attention, planning, warmup
+from flexbwd import built_lists, calls, create_block_mask, flex_attention, warmup
 from flexbwd.errors import MaskError, OptionError
 from flexbwd.reference import attention_reference
 from flexbwd.sparsity.tensors import IndexBase
@@ -103,7 +103,7 @@ def test_another_length_is_another_problem():
 def test_warmup_builds_what_the_call_uses():
     case = make_case((300, 300), head_dim=8)
     mask = lambda b, h, i, j: i >= j  # noqa: E731
-    planning.clear_caches()
+    calls.clear_caches()
     warmup(case.query, case.key, case.value, mask_mod=mask)
     built = built_lists.BuiltLists.find_or_build
     seen = []
