@@ -28,16 +28,13 @@ def heads_in_l2(kv_len: int, head_dim: int, value_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class FwdTile:
-    """One CTA owns `wgs` x 64 query rows of one head and walks key tiles of `tile_n` rows."""
+class QueryTile:
+    """Tile sizes of a kernel whose CTA owns `wgs` x 64 query rows of one head and walks key tiles of `tile_n` rows."""
 
     dim: int  # of q and k, padded
-    value_dim: int  # of v and out, padded
+    value_dim: int  # of v, and out or dO, padded
     wgs: int = 2  # MMA warpgroups
     tile_n: int = 128  # key rows per step
-    stages: int = 2  # K and V tiles in flight, each
-    ordered: bool = True  # warpgroups take turns on the tensor cores: one multiplies while the others exponentiate
-    lazy: bool = True  # O is rescaled only when the maximum has grown a lot (softmax.py)
 
     def __post_init__(self) -> None:
         if self.wgs not in _REGISTERS:
@@ -48,7 +45,7 @@ class FwdTile:
             )
         if self.smem_bytes > SMEM_BYTES:
             raise ConfigError(
-                f"{self} needs {self.smem_bytes} bytes of shared memory, above {SMEM_BYTES}; shrink tile_n"
+                f"{self} needs {self.smem_bytes} bytes of shared memory, above {SMEM_BYTES}; shrink tile_n or the stages"
             )
 
     @property
@@ -71,10 +68,26 @@ class FwdTile:
 
     @property
     def smem_bytes(self) -> int:
-        """Q, the K ring and the V ring, all 16-bit, and the barriers."""
-        q = self.tile_m * self.dim
-        ring = self.stages * self.tile_n * (self.dim + self.value_dim)
-        return 2 * (q + ring) + _BARRIER_BYTES
+        """Shared memory of a CTA."""
+        return 2 * self._held + _BARRIER_BYTES
+
+    @property
+    def _held(self) -> int:
+        """16-bit elements in shared memory."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FwdTile(QueryTile):
+    """Of the forward kernel: Q, a K ring and a V ring."""
+
+    stages: int = 2  # K and V tiles in flight, each
+    ordered: bool = True  # warpgroups take turns on the tensor cores: one multiplies while the others exponentiate
+    lazy: bool = True  # O is rescaled only when the maximum has grown a lot (softmax.py)
+
+    @property
+    def _held(self) -> int:
+        return self.tile_m * self.dim + self.stages * self.tile_n * (self.dim + self.value_dim)
 
 
 def forward_tile(head_dim: int, value_dim: int, walk: WalkKind = _DENSE, based: bool = False) -> FwdTile:

@@ -118,7 +118,7 @@ class DqKernel:
         cute.arch.sync_threads()  # barriers are initialised before any role uses them
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(tile.loader_registers)
+            cute.arch.setmaxregister_decrease(tile.producer_registers)
             if warp == 0:
                 Loader(tile, operands, smem, pipes, walk).run()
         else:
