@@ -45,7 +45,7 @@ class QueryTile:
             )
         if self.smem_bytes > SMEM_BYTES:
             raise ConfigError(
-                f"{self} needs {self.smem_bytes} bytes of shared memory, above {SMEM_BYTES}; shrink tile_n or the stages"
+                f"{self} needs {self.smem_bytes} bytes of shared memory, above {SMEM_BYTES}; use smaller tiles"
             )
 
     @property
